@@ -1,0 +1,122 @@
+"""`flexmarl.train`: runs a configuration to its last step and says what came of it."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexmarl.api.build import CheckedInputs, build_parts, check_inputs, run_on
+from flexmarl.api.resume import first_state, resumed_state, write_baseline
+from flexmarl.config import RootConfig, resolved_yaml
+from flexmarl.core.errors import ConfigError
+from flexmarl.core.protocols import Runtime
+from flexmarl.orchestrator.reports import evaluation_report, evaluation_summary, policy_summary
+from flexmarl.orchestrator.run import Orchestrator, RunResult
+from flexmarl.store import SqliteStore
+from flexmarl.telemetry import (
+    PeakMemory,
+    ProgressListener,
+    RunFolder,
+    RunSummary,
+    SilentListener,
+    default_run_dir,
+    stop_signals,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a run came to."""
+
+    run_dir: Path
+    summary: Mapping[str, Any]
+    """The content of `summary.json`."""
+    stopped_by: str | None
+    """Signal that asked it to stop before its last step."""
+
+
+def train(config: RootConfig, *, resume: bool = False, listener: ProgressListener | None = None) -> TrainResult:
+    """Train a team; with `resume` go on with the run in `run.dir` from its newest checkpoint.
+
+    Raises:
+        ConfigError: an input is wrong; found before a process starts where that is possible.
+        FlexMARLError: the run could not go on; the run folder stays readable and can be resumed.
+    """
+    if resume and config.run.dir is None:
+        raise ConfigError("--resume needs the run to go on with: set run.dir=FOLDER")
+    inputs = check_inputs(config)
+    run_dir = Path(config.run.dir) if config.run.dir else default_run_dir(config.run.name)
+    with RunFolder.open(run_dir, name=config.run.name, resume=resume) as folder:
+        folder.write_config(resolved_yaml(config))
+        return run_on(config, folder, lambda runtime: _train(config, inputs, folder, runtime, resume, listener))
+
+
+async def _train(
+    config: RootConfig,
+    inputs: CheckedInputs,
+    folder: RunFolder,
+    runtime: Runtime,
+    resume: bool,
+    listener: ProgressListener | None,
+) -> TrainResult:
+    listener = listener or SilentListener()
+    memory = PeakMemory()
+    start_s = runtime.clock.now_s()
+    store = await SqliteStore.open(folder.store_path if config.store.kind == "sqlite" else None, runtime.call)
+    parts = None
+    try:
+        start = await resumed_state(config, inputs, folder, runtime, store) if resume else first_state(config)
+        parts = await build_parts(
+            config,
+            inputs,
+            folder,
+            runtime,
+            first_step=start.policy_version,
+            store=store,
+            listener=listener,
+            memory=memory,
+            on_baseline=lambda result: write_baseline(folder, result),
+        )
+        orchestrator = Orchestrator(parts, start)
+        loop = asyncio.get_running_loop()
+        with stop_signals(lambda name: loop.call_soon_threadsafe(orchestrator.request_stop, name)):
+            result = await orchestrator.run()
+    finally:
+        if parts is not None:
+            parts.metrics.close()
+        await store.close()
+    duration_s = runtime.clock.now_s() - start_s
+    summary = _summary(config, result, memory, duration_s)
+    folder.write_summary(summary)
+    listener.on_end(_run_summary(config, folder, result, duration_s))
+    return TrainResult(run_dir=folder.path, summary=summary, stopped_by=result.stopped_by)
+
+
+def _summary(config: RootConfig, result: RunResult, memory: PeakMemory, duration_s: float) -> dict[str, Any]:
+    return {
+        "name": config.run.name,
+        "steps": result.policy_version,
+        "wall_s": duration_s,
+        "stopped_by": result.stopped_by,
+        "policies": policy_summary(result.digests_before, result.updates),
+        "eval": evaluation_summary(result.before, result.after),
+        "peak_pss_bytes": memory.peak_pss_bytes,
+    }
+
+
+def _run_summary(config: RootConfig, folder: RunFolder, result: RunResult, duration_s: float) -> RunSummary:
+    files = {"summary": str(folder.path / "summary.json"), "metrics": str(folder.metrics_path)}
+    if result.checkpoint is not None:
+        files["checkpoint"] = str(result.checkpoint)
+    return RunSummary(
+        name=config.run.name,
+        run_dir=str(folder.path),
+        policy_version=result.policy_version,
+        num_steps=config.pipeline.num_steps,
+        duration_s=duration_s,
+        before=None if result.before is None else evaluation_report(result.before),
+        after=None if result.after is None else evaluation_report(result.after),
+        stopped_by=result.stopped_by,
+        files=files,
+    )

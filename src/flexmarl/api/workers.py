@@ -1,0 +1,117 @@
+"""What workers are made of: the specs that the orchestrator starts, and the factory of episode workers.
+
+Factories of instances and process groups live in their engines; this one needs models and workflows, which only this
+layer may bring together.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flexmarl.config import RootConfig
+from flexmarl.core.ids import AgentName, PolicyName, WorkerId
+from flexmarl.core.protocols import ServiceKind, Tokenizer, WorkerContext, WorkerSpec
+from flexmarl.core.records import SamplingParams
+from flexmarl.models import ScriptedTokenizer, load_tokenizer, resolve_model_folder
+from flexmarl.workflow.api import AgentSetup
+from flexmarl.workflow.load import load_workflow
+from flexmarl.workflow.worker import EpisodeWorker
+
+INSTANCE_FACTORY = "flexmarl.rollout.instance:build_instance"
+PROCESS_GROUP_FACTORY = "flexmarl.training.process_group:build_process_group"
+EPISODE_WORKER_FACTORY = "flexmarl.api.workers:build_episode_worker"
+
+
+def needs_model(config: RootConfig) -> bool:
+    """Whether any engine of the run loads a model."""
+    return config.rollout.backend.kind != "scripted" or config.training.backend.kind != "scripted"
+
+
+def model_folder(config: RootConfig, policy: str) -> str:
+    """Return a policy's model folder, or "" when no engine loads a model.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    return str(resolve_model_folder(config.policies[policy].model)) if needs_model(config) else ""
+
+
+def instance_specs(config: RootConfig) -> dict[PolicyName, tuple[int, Callable[[WorkerId], WorkerSpec]]]:
+    """Return the number of instances and the maker of their specs, by policy."""
+    backend = config.rollout.backend.model_dump(mode="json")
+
+    def maker(policy: str) -> Callable[[WorkerId], WorkerSpec]:
+        options = {"policy": policy, "model_folder": model_folder(config, policy), "backend": backend}
+        return lambda worker_id: WorkerSpec(
+            worker_id=worker_id, kind=ServiceKind.INSTANCE, factory=INSTANCE_FACTORY, options=options
+        )
+
+    return {PolicyName(name): (policy.num_instances, maker(name)) for name, policy in config.policies.items()}
+
+
+def trainer_specs(config: RootConfig) -> dict[PolicyName, Callable[[WorkerId], WorkerSpec]]:
+    """Return the maker of process group specs, by policy."""
+    backend = config.training.backend.model_dump(mode="json")
+
+    def maker(policy: str) -> Callable[[WorkerId], WorkerSpec]:
+        options = {
+            "policy": policy,
+            "model_folder": model_folder(config, policy),
+            "backend": backend,
+            "algorithm": config.algorithm_of(policy).model_dump(mode="json"),
+            "optimizer": config.optimizer_of(policy).model_dump(mode="json"),
+            "seed": config.run.seed,
+        }
+        return lambda worker_id: WorkerSpec(
+            worker_id=worker_id, kind=ServiceKind.PROCESS_GROUP, factory=PROCESS_GROUP_FACTORY, options=options
+        )
+
+    return {PolicyName(name): maker(name) for name in config.policies}
+
+
+def episode_worker_spec(config: RootConfig) -> Callable[[WorkerId], WorkerSpec]:
+    """Return the maker of episode worker specs."""
+    rollout = config.rollout
+    options = {
+        "workflow": config.workflow.path,
+        "blocked_loop_s": config.workflow.blocked_loop_s,
+        "is_scripted": rollout.backend.kind == "scripted",
+        "agents": {
+            name: {
+                "model_folder": model_folder(config, agent.policy),
+                "system_prompt": agent.system_prompt,
+                "temperature": agent.temperature or rollout.temperature,
+                "max_new_tokens": agent.max_new_tokens or rollout.max_new_tokens,
+                "ignore_stop": rollout.ignore_stop,
+            }
+            for name, agent in config.agents.items()
+        },
+    }
+    return lambda worker_id: WorkerSpec(
+        worker_id=worker_id, kind=ServiceKind.EPISODE_WORKER, factory=EPISODE_WORKER_FACTORY, options=options
+    )
+
+
+def build_episode_worker(context: WorkerContext, options: Mapping[str, Any]) -> EpisodeWorker:
+    """Build the service of an episode worker: the `factory` of its WorkerSpec."""
+    tokenizers: dict[str, Tokenizer] = {}
+    setups = {}
+    for name, agent in options["agents"].items():
+        folder = agent["model_folder"]
+        if folder not in tokenizers:
+            tokenizers[folder] = make_tokenizer(folder, is_scripted=options["is_scripted"])
+        setups[AgentName(name)] = AgentSetup(
+            tokenizer=tokenizers[folder],
+            sampling=SamplingParams(
+                temperature=agent["temperature"],
+                max_new_tokens=agent["max_new_tokens"],
+                ignore_stop=agent["ignore_stop"],
+            ),
+            system_prompt=agent["system_prompt"],
+        )
+    return EpisodeWorker(load_workflow(options["workflow"]), setups, context.send)
+
+
+def make_tokenizer(folder: str, *, is_scripted: bool) -> Tokenizer:
+    """Return the tokenizer of a model folder, or that of scripted engines."""
+    return ScriptedTokenizer() if is_scripted else load_tokenizer(Path(folder))

@@ -1,0 +1,5 @@
+"""`python -m flexmarl.cli`, the same as the command `flexmarl`."""
+
+from flexmarl.cli.commands import main
+
+main()

@@ -1,0 +1,141 @@
+"""The commands. Each reads a configuration and calls the function of `flexmarl.api` that does the work."""
+
+import importlib.metadata
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flexmarl.core.errors import ConfigError, FlexMARLError, InvariantError
+
+if TYPE_CHECKING:
+    from flexmarl.config import RootConfig
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_STOPPED = 130
+
+app = typer.Typer(
+    name="flexmarl",
+    help="Train teams of LLM agents by reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Replace values, e.g. pipeline.num_steps=5.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the final line.")]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, or the folder of an earlier run.")]
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=lambda on: _version(on))
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens inside.")] = False,
+) -> None:
+    """Train teams of LLM agents by reinforcement learning."""
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"flexmarl {importlib.metadata.version('flexmarl')}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in run.dir.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train the team of a configuration.
+
+    Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once.
+    """
+    with _reported_errors():
+        resolved = read_config(config, overrides or ())
+        from flexmarl import api
+        from flexmarl.cli.views import make_view
+
+        with make_view(is_quiet=quiet) as view:
+            api.train(resolved, resume=resume, listener=view)
+    if view.stopped_by is not None:
+        raise typer.Exit(EXIT_STOPPED)
+
+
+@app.command(name="eval")
+def evaluate(config: ConfigFile, overrides: Overrides = None, quiet: Quiet = False) -> None:
+    """Measure success on held-out queries: of a configuration's start models, or of a run's newest checkpoint."""
+    with _reported_errors():
+        resolved = read_config(config, overrides or ())
+        from flexmarl import api
+        from flexmarl.cli.text import evaluation_line
+        from flexmarl.cli.views import make_view
+
+        with make_view(is_quiet=quiet) as view:
+            report = api.evaluate(resolved, run_dir=config if config.is_dir() else None, listener=view)
+        if quiet:  # otherwise the view has shown it
+            typer.echo(evaluation_line(report))
+    if report.error is not None:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def validate(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Check a configuration and say what it resolves to, without training."""
+    with _reported_errors():
+        resolved = read_config(config, overrides or ())
+        from flexmarl import api
+
+        for line in api.validate(resolved).lines:
+            typer.echo(line)
+
+
+def read_config(path: Path, overrides: Sequence[str]) -> "RootConfig":
+    """Read a YAML file or, for the folder of a run, its resolved configuration with `run.dir` set to that folder.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value is wrong.
+    """
+    from flexmarl.config import load_config
+
+    if not path.is_dir():
+        return load_config(path, overrides)
+    if not (path / "config.yaml").is_file():
+        raise ConfigError(f"{path} is a folder without config.yaml, so it is not a run; give a YAML file or a run")
+    return load_config(path / "config.yaml", [f"run.dir={json.dumps(str(path))}", *overrides])
+
+
+@contextmanager
+def _reported_errors() -> Iterator[None]:
+    """Print an error of ours as one message, without a traceback, and exit with its code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("aborted; what the last checkpoint holds can be resumed with --resume", err=True)
+        raise typer.Exit(EXIT_STOPPED) from None
+    except InvariantError:
+        typer.echo("error: a bug in flexmarl; please report it with these lines:", err=True)
+        raise
+    except FlexMARLError as error:
+        typer.echo(f"error: {error}".encode(errors="replace").decode(), err=True)
+        raise typer.Exit(EXIT_BAD_INPUT if isinstance(error, ConfigError) else EXIT_FAILED) from error
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    app(prog_name="flexmarl", args=sys.argv[1:])

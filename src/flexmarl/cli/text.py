@@ -1,0 +1,78 @@
+"""Reports as lines of text."""
+
+from collections.abc import Mapping
+
+from flexmarl.telemetry.progress import EvaluationReport, RunSummary, StepReport
+
+
+def step_line(report: StepReport) -> str:
+    """Return one line about a committed step."""
+    width = len(str(report.num_steps))
+    parts = [f"step {report.step + 1:>{width}}/{report.num_steps}"]
+    if report.success_frac is not None:
+        parts.append(f"success {percent(report.success_frac):>4}")
+    parts.append(f"reward {_rewards(report.rewards)}")
+    parts.append(f"{report.num_samples} samples")
+    parts.append(f"{report.tokens_per_s:.0f} tokens/s")
+    parts.append(duration(report.duration_s))
+    if report.eta_s is not None and report.step + 1 < report.num_steps:
+        parts.append(f"{duration(report.eta_s)} left")
+    return "  ".join(parts)
+
+
+def evaluation_line(report: EvaluationReport) -> str:
+    """Return one line about an evaluation."""
+    head = f"evaluation at version {report.policy_version}"
+    if report.error is not None:
+        return f"{head} failed: {report.error}"
+    parts = [
+        f"{name} {percent(value)}"
+        for name, value in (("success", report.success_frac), ("greedy", report.greedy_success_frac))
+        if value is not None
+    ]
+    parts.append(f"reward {_rewards(report.rewards)}")
+    return f"{head}: {'  '.join(parts)}  ({report.num_queries} queries, {duration(report.duration_s)})"
+
+
+def summary_lines(summary: RunSummary) -> list[str]:
+    """Return what a user wants to know at the end of a run, the final line last."""
+    lines = [f"{what}: {path}" for what, path in summary.files.items()]
+    if summary.stopped_by is not None:
+        lines.append(f"to go on: flexmarl train {summary.run_dir} --resume")
+    return [*lines, final_line(summary)]
+
+
+def final_line(summary: RunSummary) -> str:
+    """Return the run in one line: how far it came, what it gained, where it lies."""
+    how = "done" if summary.stopped_by is None else f"stopped by {summary.stopped_by}"
+    parts = [f"{how}: {summary.policy_version} of {summary.num_steps} steps in {duration(summary.duration_s)}"]
+    if summary.before is not None and summary.after is not None:
+        for name, before, after in (
+            ("success", summary.before.success_frac, summary.after.success_frac),
+            ("greedy success", summary.before.greedy_success_frac, summary.after.greedy_success_frac),
+        ):
+            if before is not None and after is not None:
+                parts.append(f"held-out {name} {percent(before)} -> {percent(after)}")
+    parts.append(f"run folder {summary.run_dir}")
+    return "; ".join(parts)
+
+
+def percent(frac: float) -> str:
+    """Return a share as a whole percentage."""
+    return f"{100 * frac:.0f}%"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in the units that people read: `0.8 s`, `42 s`, `3 min 5 s`, `2 h 10 min`."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _rewards(rewards: Mapping[str, float]) -> str:
+    return " ".join(f"{agent} {reward:.2f}" for agent, reward in rewards.items()) or "none"

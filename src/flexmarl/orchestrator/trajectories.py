@@ -1,0 +1,384 @@
+"""Runs a set of trajectories: admission, turns, attempts, time-outs, until each has ended exactly once.
+
+The pool serves training and evaluation alike; a `TrajectorySink` is where the two differ (experience store or nothing).
+Invariants (tests name them):
+
+* each trajectory of a set ends exactly once, with an outcome or a failure;
+* a turn reaches its workflow only after its row is durable;
+* facts of an old attempt are ignored.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from flexmarl.config import RolloutConfig, WorkflowConfig
+from flexmarl.core.ids import AgentName, PolicyName, Purpose, RequestId, SampleKey, TrajectoryKey
+from flexmarl.core.messages import (
+    CancelTrajectory,
+    DeliverTurn,
+    GenerationFailed,
+    StartTrajectory,
+    TrajectoryEnded,
+    TrajectoryFailed,
+    TurnRequested,
+)
+from flexmarl.core.protocols import Inbox, Timer, WorkerHandle
+from flexmarl.core.records import (
+    Completion,
+    GenerationRequest,
+    OutcomeRecord,
+    SamplingParams,
+    TrajectoryFailure,
+    TurnRow,
+)
+from flexmarl.core.rng import derive_seed
+from flexmarl.rollout.manager import Answer, RolloutManager
+from flexmarl.scheduling import admit_first_come
+
+logger = logging.getLogger(__name__)
+
+RETRIED_KINDS = frozenset({"generation_failed", "worker_died"})
+"""Failures that are not the workflow's own doing: another attempt may succeed."""
+
+
+class TrajectorySink(Protocol):
+    """Where attempts, turns and ends of trajectories are kept; each call ends by calling `then` from the inbox."""
+
+    def begin_attempt(self, key: TrajectoryKey, then: Callable[[int], None]) -> None:
+        """Give the number of the next attempt."""
+        ...
+
+    def put_turn(self, row: TurnRow, then: Callable[[], None]) -> None:
+        """Keep a turn."""
+        ...
+
+    def record_outcome(self, outcome: OutcomeRecord, then: Callable[[], None]) -> None:
+        """Keep an attempt's outcome."""
+        ...
+
+    def record_failure(self, failure: TrajectoryFailure, then: Callable[[], None]) -> None:
+        """Keep that a trajectory failed for good."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedTrajectory:
+    """How a trajectory ended."""
+
+    key: TrajectoryKey
+    turns: tuple[TurnRow, ...]
+    """Of the last attempt, in key order; those that the outcome does not name were abandoned by the workflow."""
+    outcome: OutcomeRecord | None
+    failure: TrajectoryFailure | None
+    """Exactly one of the two is set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectorySet:
+    """What to run."""
+
+    purpose: Purpose
+    policy_version: int
+    """The version that must generate every token."""
+    queries: Mapping[int, Mapping[str, object]]
+    keys: tuple[TrajectoryKey, ...]
+    """In the order in which they may start."""
+    greedy: frozenset[TrajectoryKey] = frozenset()
+    """Those that sample at temperature 0."""
+    temperature: float | None = None
+    """Replaces the temperature of every turn (evaluation); greedy ones stay at 0."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    key: TrajectoryKey
+    attempt: int
+    num_attempts: int
+    timer: Timer
+    turns: dict[SampleKey, TurnRow] = field(default_factory=dict)
+    requests: set[RequestId] = field(default_factory=set)
+    is_ending: bool = False
+    """Its end is being recorded; nothing else may change it."""
+
+
+class TrajectoryPool:
+    """Runs one TrajectorySet. Its methods are handlers: synchronous, called from the inbox."""
+
+    def __init__(
+        self,
+        trajectories: TrajectorySet,
+        sink: TrajectorySink,
+        *,
+        seed: int,
+        agents: Mapping[AgentName, PolicyName],
+        workflow: WorkflowConfig,
+        rollout: RolloutConfig,
+        manager: RolloutManager,
+        worker: Callable[[], WorkerHandle | None],
+        inbox: Inbox,
+        on_ended: Callable[[EndedTrajectory], None],
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            trajectories: What to run.
+            sink: Where results are kept.
+            seed: The run seed.
+            agents: Policy of each agent.
+            workflow: Time-out and number of attempts.
+            rollout: Bounds on trajectories in flight.
+            manager: Generates the turns.
+            worker: Gives the episode worker, or None while there is none.
+            inbox: Where timers come from.
+            on_ended: Called once for each trajectory.
+        """
+        self._set = trajectories
+        self._sink = sink
+        self._seed = seed
+        self._agents = agents
+        self._workflow = workflow
+        self._rollout = rollout
+        self._manager = manager
+        self._worker = worker
+        self._inbox = inbox
+        self._on_ended = on_ended
+        self._waiting: list[TrajectoryKey] = list(trajectories.keys)
+        self._beginning: dict[TrajectoryKey, int] = {}
+        """Attempts begun so far, of trajectories whose next attempt is being recorded."""
+        self._running: dict[TrajectoryKey, _Running] = {}
+        self._is_cancelled = False
+        self.num_ended = 0
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories of the set."""
+        return len(self._set.keys)
+
+    @property
+    def is_done(self) -> bool:
+        """Every trajectory has ended."""
+        return self.num_ended == self.num_trajectories
+
+    def admit(self) -> None:
+        """Start what the bounds allow."""
+        if self._is_cancelled or self._worker() is None:
+            return
+        num_running: dict[int, int] = {}
+        for key in (*self._running, *self._beginning):
+            num_running[key.query] = num_running.get(key.query, 0) + 1
+        admitted = admit_first_come(
+            self._waiting,
+            num_running=num_running,
+            inter_query=self._rollout.inter_query,
+            intra_query=self._rollout.intra_query,
+        )
+        taken = set(admitted)
+        self._waiting = [key for key in self._waiting if key not in taken]
+        for key in admitted:
+            self._begin(key, num_attempts=0)
+
+    def cancel(self) -> None:
+        """Stop everything; nothing more is reported."""
+        self._is_cancelled = True
+        self._waiting.clear()
+        for running in list(self._running.values()):
+            self._stop(running)
+
+    def worker_died(self) -> None:
+        """Every running attempt is lost with the episode worker."""
+        for running in list(self._running.values()):
+            if not running.is_ending:
+                self._fail(running, "worker_died", "the episode worker ended")
+
+    # --- facts of the episode worker ----------------------------------------------------------------------------------
+
+    def turn_requested(self, fact: TurnRequested) -> None:
+        """An agent wants a turn."""
+        running = self._current(fact.key.trajectory_key, fact.attempt)
+        if running is None:
+            return
+        running.requests.add(fact.request_id)
+        key = fact.key
+        is_greedy = running.key in self._set.greedy
+        seed_step = (key.step,) if self._set.purpose is Purpose.TRAIN else ()
+        request = GenerationRequest(
+            request_id=fact.request_id,
+            purpose=self._set.purpose,
+            key=key,
+            attempt=fact.attempt,
+            policy=self._agents[key.agent],
+            min_version=self._set.policy_version,
+            max_version=self._set.policy_version,
+            prompt_tokens=fact.prompt_tokens,
+            sampling=self._sampling(fact, is_greedy=is_greedy),
+            # Evaluations leave the step out, so that before and after are compared on the same random numbers.
+            seed=derive_seed(
+                self._seed,
+                "greedy" if is_greedy else "turn",
+                self._set.purpose,
+                *seed_step,
+                key.query,
+                key.trajectory,
+                key.agent,
+                key.branch,
+                key.turn,
+            ),
+            stop_token_ids=fact.stop_token_ids,
+        )
+        self._manager.submit(request, lambda answer: self._answered(running, request, answer))
+
+    def _sampling(self, fact: TurnRequested, *, is_greedy: bool) -> SamplingParams:
+        if is_greedy:
+            return replace(fact.sampling, temperature=0.0)
+        if self._set.temperature is not None:
+            return replace(fact.sampling, temperature=self._set.temperature)
+        return fact.sampling
+
+    def ended(self, outcome: OutcomeRecord) -> None:
+        """The workflow returned."""
+        running = self._current(outcome.trajectory, outcome.attempt)
+        if running is None:
+            return
+        if missing := [key for key in outcome.turns if key not in running.turns]:
+            self._fail(running, "workflow_error", f"the outcome names turns that were not generated: {missing[0]}")
+            return
+        self._drop(running)
+        running.is_ending = True
+        self._sink.record_outcome(outcome, lambda: self._finish(running, outcome, None))
+
+    def failed(self, failure: TrajectoryFailure) -> None:
+        """The workflow did not return an outcome."""
+        running = self._current(failure.trajectory, failure.attempt)
+        if running is not None:
+            self._fail(running, failure.kind, failure.message)
+
+    # --- one trajectory -----------------------------------------------------------------------------------------------
+
+    def _begin(self, key: TrajectoryKey, *, num_attempts: int) -> None:
+        self._beginning[key] = num_attempts
+        self._sink.begin_attempt(key, lambda attempt: self._begun(key, attempt))
+
+    def _begun(self, key: TrajectoryKey, attempt: int) -> None:
+        num_attempts = self._beginning.pop(key)
+        worker = self._worker()
+        if self._is_cancelled:
+            return
+        timer = self._inbox.set_timer(
+            f"trajectory {self._set.purpose} {key}", self._workflow.timeout_s, lambda: self._timed_out(key, attempt)
+        )
+        running = _Running(key=key, attempt=attempt, num_attempts=num_attempts + 1, timer=timer)
+        self._running[key] = running
+        if worker is None:
+            self._fail(running, "worker_died", "the episode worker ended")
+            return
+        seed_step = (key.step,) if self._set.purpose is Purpose.TRAIN else ()
+        worker.send(
+            StartTrajectory(
+                purpose=self._set.purpose,
+                key=key,
+                attempt=attempt,
+                query=self._set.queries[key.query],
+                seed=derive_seed(self._seed, "episode", self._set.purpose, *seed_step, key.query, key.trajectory),
+            )
+        )
+
+    def _answered(self, running: _Running, request: GenerationRequest, answer: Answer) -> None:
+        running.requests.discard(request.request_id)
+        if self._running.get(running.key) is not running or running.is_ending:
+            return
+        if isinstance(answer, GenerationFailed):
+            kind = "generation_refused" if answer.failure_kind == "refused" else "generation_failed"
+            self._fail(running, kind, f"{request.key}: {answer.message}")
+            return
+        row = _turn_row(request, answer)
+        running.turns[row.key] = row
+        self._sink.put_turn(row, lambda: self._stored(running, request, answer))
+
+    def _stored(self, running: _Running, request: GenerationRequest, completion: Completion) -> None:
+        if self._running.get(running.key) is not running or running.is_ending:
+            return
+        worker = self._worker()
+        if worker is not None:
+            worker.send(
+                DeliverTurn(purpose=self._set.purpose, request_id=request.request_id, completion=completion)
+            )
+
+    def _timed_out(self, key: TrajectoryKey, attempt: int) -> None:
+        running = self._current(key, attempt)
+        if running is not None:
+            self._fail(running, "timeout", f"took longer than workflow.timeout_s={self._workflow.timeout_s:g}")
+
+    def _fail(self, running: _Running, kind: str, message: str) -> None:
+        self._stop(running)
+        if kind in RETRIED_KINDS and running.num_attempts < self._workflow.max_attempts and not self._is_cancelled:
+            logger.warning("%s: attempt %d failed (%s: %s); again", running.key, running.attempt, kind, message)
+            del self._running[running.key]
+            self._begin(running.key, num_attempts=running.num_attempts)
+            return
+        failure = TrajectoryFailure(trajectory=running.key, attempt=running.attempt, kind=kind, message=message)
+        logger.warning("%s failed (%s): %s", running.key, kind, message)
+        running.is_ending = True
+        self._sink.record_failure(failure, lambda: self._finish(running, None, failure))
+
+    def _finish(
+        self, running: _Running, outcome: OutcomeRecord | None, failure: TrajectoryFailure | None
+    ) -> None:
+        if self._is_cancelled:
+            return
+        del self._running[running.key]
+        self.num_ended += 1
+        turns = tuple(running.turns[key] for key in sorted(running.turns))
+        self._on_ended(EndedTrajectory(key=running.key, turns=turns, outcome=outcome, failure=failure))
+        self.admit()
+
+    def _stop(self, running: _Running) -> None:
+        """End an attempt from our side: no answer reaches it any more."""
+        self._drop(running)
+        worker = self._worker()
+        if worker is not None:
+            worker.send(CancelTrajectory(purpose=self._set.purpose, key=running.key, attempt=running.attempt))
+
+    def _drop(self, running: _Running) -> None:
+        running.timer.cancel()
+        if running.requests:
+            self._manager.cancel(sorted(running.requests))
+            running.requests.clear()
+
+    def _current(self, key: TrajectoryKey, attempt: int) -> _Running | None:
+        running = self._running.get(key)
+        if running is None or running.attempt != attempt or running.is_ending:
+            return None
+        return running
+
+
+def _turn_row(request: GenerationRequest, completion: Completion) -> TurnRow:
+    return TurnRow(
+        key=request.key,
+        attempt=request.attempt,
+        policy=request.policy,
+        policy_version=min(span.policy_version for span in completion.version_spans),
+        weights_version=completion.weights_version,
+        prompt_tokens=request.prompt_tokens,
+        response_tokens=completion.tokens,
+        logprobs=completion.logprobs,
+        temperature=request.sampling.temperature,
+        finish_reason=completion.finish_reason,
+        version_spans=completion.version_spans,
+    )
+
+
+def route(pool: TrajectoryPool, fact: object) -> bool:
+    """Hand a fact of an episode worker to the pool; False when it is of another kind."""
+    match fact:
+        case TurnRequested():
+            pool.turn_requested(fact)
+        case TrajectoryEnded():
+            pool.ended(fact.outcome)
+        case TrajectoryFailed():
+            pool.failed(fact.failure)
+        case _:
+            return False
+    return True
+

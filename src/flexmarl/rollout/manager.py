@@ -1,0 +1,389 @@
+"""The rollout manager: requests in, exactly one answer each out, over instances that may die at any moment.
+
+Invariants (tests name them):
+
+* every submitted request is answered exactly once, unless it is cancelled;
+* a request is only ever sent to an instance of its policy that has verified a version in the request's bounds;
+* an instance serves only after it has reported the digest that the publication names;
+* nothing waits without a deadline: a request, a load and a start that take too long end their instance.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from flexmarl.config import RolloutConfig
+from flexmarl.core.errors import BackendError, InvariantError
+from flexmarl.core.events import RequestDispatched, WorkerRestarted
+from flexmarl.core.ids import InstanceId, ObjectKey, PolicyName, RequestId, WorkerId
+from flexmarl.core.messages import (
+    CancelRequests,
+    Generate,
+    Generated,
+    GenerationFailed,
+    GenerationFailureKind,
+    LoadWeights,
+    WeightsLoaded,
+    WorkerExited,
+    WorkerReady,
+)
+from flexmarl.core.protocols import EventSink, Inbox, Runtime, ServiceKind, Timer, WorkerHandle, WorkerSpec
+from flexmarl.core.records import Completion, GenerationRequest
+from flexmarl.scheduling import InstanceLoad, dispatch_least_loaded
+
+logger = logging.getLogger(__name__)
+
+FIRST_RESTART_DELAY_S = 0.1
+LONGEST_RESTART_DELAY_S = 10.0
+
+Answer = Completion | GenerationFailed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedWeights:
+    """What every instance of a policy shall serve."""
+
+    policy: PolicyName
+    policy_version: int
+    weights_version: int
+    object_key: ObjectKey
+    digest: str
+
+
+class InstanceState(Enum):
+    """Life of an instance."""
+
+    STARTING = "starting"
+    IDLE = "idle"
+    """Ready, but holds no version that is published."""
+    LOADING = "loading"
+    SERVING = "serving"
+    WAITING = "waiting"
+    """Dead; a restart is due."""
+    GIVEN_UP = "given_up"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Instance:
+    instance_id: InstanceId
+    policy: PolicyName
+    state: InstanceState = InstanceState.STARTING
+    handle: WorkerHandle | None = None
+    incarnation: int = 0
+    policy_version: int | None = None
+    requests: dict[RequestId, "_Request"] = field(default_factory=dict)
+    load_timer: Timer | None = None
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return WorkerId(f"{self.instance_id}.{self.incarnation}")
+
+    @property
+    def num_outstanding_tokens(self) -> int:
+        return sum(request.request.sampling.max_new_tokens for request in self.requests.values())
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    request: GenerationRequest
+    on_answer: Callable[[Answer], None]
+    num_tries: int = 0
+    timer: Timer | None = None
+
+
+class RolloutManager:
+    """Owns the instances of all policies. Its methods are handlers: synchronous, called from the inbox."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        specs: Mapping[PolicyName, tuple[int, Callable[[WorkerId], WorkerSpec]]],
+        *,
+        runtime: Runtime,
+        inbox: Inbox,
+        events: EventSink,
+    ) -> None:
+        """Take the number of instances and the maker of worker specs of each policy; start nothing yet."""
+        self._config = config
+        self._runtime = runtime
+        self._inbox = inbox
+        self._events = events
+        self._make_spec = {policy: make for policy, (_, make) in specs.items()}
+        self._instances = {
+            instance_id: _Instance(instance_id=instance_id, policy=policy)
+            for policy, (count, _) in specs.items()
+            for instance_id in (InstanceId(f"instance-{policy}-{n}") for n in range(count))
+        }
+        self._by_worker: dict[WorkerId, _Instance] = {}
+        self._published: dict[PolicyName, PublishedWeights] = {}
+        self._queue: dict[RequestId, _Request] = {}
+        self._on_published: Callable[[], None] | None = None
+        self._is_closing = False
+
+    # --- commands of the orchestrator ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start every instance."""
+        for instance in self._instances.values():
+            self._start(instance)
+
+    def publish(self, weights: Mapping[PolicyName, PublishedWeights], on_done: Callable[[], None]) -> None:
+        """Make every instance serve `weights`.
+
+        `on_done` is called once every instance has verified them or is being restarted, with at least one verified per
+        policy. Nothing may be in flight.
+        """
+        if self._on_published is not None:
+            raise InvariantError("a publication began before the last one was done")
+        busy = sorted(request_id for instance in self._instances.values() for request_id in instance.requests)
+        if busy:
+            raise InvariantError(f"publication with requests in flight: {', '.join(busy[:3])}")
+        self._published = dict(weights)
+        self._on_published = on_done
+        for instance in self._instances.values():
+            if instance.state in (InstanceState.IDLE, InstanceState.SERVING):
+                self._load(instance)
+        self._check_published()
+
+    def submit(self, request: GenerationRequest, on_answer: Callable[[Answer], None]) -> None:
+        """Generate a request; `on_answer` is called exactly once, unless it is cancelled before."""
+        if request.request_id in self._queue or any(
+            request.request_id in instance.requests for instance in self._instances.values()
+        ):
+            raise InvariantError(f"request {request.request_id} was submitted twice")
+        self._queue[request.request_id] = _Request(request=request, on_answer=on_answer)
+        self._dispatch()
+
+    def cancel(self, request_ids: list[RequestId]) -> None:
+        """Forget requests; they are not answered any more."""
+        for request_id in request_ids:
+            self._queue.pop(request_id, None)
+        for instance in self._instances.values():
+            held = tuple(request_id for request_id in request_ids if request_id in instance.requests)
+            for request_id in held:
+                self._forget(instance, request_id)
+            if held and instance.handle is not None:
+                instance.handle.send(CancelRequests(request_ids=held))
+
+    def close(self) -> None:
+        """Start nothing any more; deaths are expected from now on."""
+        self._is_closing = True
+
+    # --- views --------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no instance works on yet."""
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that an instance works on."""
+        return sum(len(instance.requests) for instance in self._instances.values())
+
+    def pids(self) -> dict[str, int]:
+        """Return the process ids of live instances by instance id."""
+        return {
+            instance.instance_id: instance.handle.pid
+            for instance in self._instances.values()
+            if instance.handle is not None and instance.handle.pid is not None
+        }
+
+    # --- facts --------------------------------------------------------------------------------------------------------
+
+    def _receive(self, worker_id: WorkerId, fact: object) -> None:
+        self._inbox.post(worker_id, fact, lambda: self._handle(worker_id, fact))
+
+    def _handle(self, worker_id: WorkerId, fact: object) -> None:
+        instance = self._by_worker.get(worker_id)
+        if instance is None:
+            return
+        match fact:
+            case WorkerReady():
+                instance.state = InstanceState.IDLE
+                if instance.policy in self._published:
+                    self._load(instance)
+            case WeightsLoaded():
+                self._weights_loaded(instance, fact)
+            case Generated():
+                self._answered(instance, fact.completion.request_id, fact.completion)
+            case GenerationFailed():
+                self._failed(instance, fact)
+            case WorkerExited():
+                self._exited(worker_id, instance, fact)
+            case _:
+                raise InvariantError(f"{worker_id} sent an unexpected {type(fact).__name__}")
+
+    def _weights_loaded(self, instance: _Instance, fact: WeightsLoaded) -> None:
+        if instance.load_timer is not None:
+            instance.load_timer.cancel()
+        wanted = self._published[instance.policy]
+        if fact.policy_version != wanted.policy_version:
+            self._load(instance)
+            return
+        if fact.digest != wanted.digest:
+            # Verified by the instance already; a difference here means that it serves something else.
+            logger.error("%s holds digest %s, published is %s", instance.instance_id, fact.digest, wanted.digest)
+            self._kill(instance)
+            return
+        instance.state = InstanceState.SERVING
+        instance.policy_version = fact.policy_version
+        self._check_published()
+        self._dispatch()
+
+    def _answered(self, instance: _Instance, request_id: RequestId, answer: Answer) -> None:
+        request = self._forget(instance, request_id)
+        if request is not None:
+            request.on_answer(answer)
+
+    def _failed(self, instance: _Instance, fact: GenerationFailed) -> None:
+        request = self._forget(instance, fact.request_id)
+        if request is None:
+            return
+        if fact.failure_kind is GenerationFailureKind.REFUSED or request.num_tries > self._config.max_retries:
+            request.on_answer(fact)
+            return
+        logger.warning("%s: %s failed (%s); retrying", instance.instance_id, fact.request_id, fact.message)
+        self._queue[fact.request_id] = request
+        self._dispatch()
+
+    def _exited(self, worker_id: WorkerId, instance: _Instance, fact: WorkerExited) -> None:
+        del self._by_worker[worker_id]
+        instance.handle = None
+        instance.policy_version = None
+        if instance.load_timer is not None:
+            instance.load_timer.cancel()
+        if self._is_closing:
+            return
+        if instance.incarnation >= self._config.max_restarts:
+            instance.state = InstanceState.GIVEN_UP
+            logger.error("%s ended (%s) and is not restarted: rollout.max_restarts", instance.instance_id, fact.reason)
+            if all(i.state is InstanceState.GIVEN_UP for i in self._instances.values() if i.policy == instance.policy):
+                self._inbox.fail(
+                    BackendError(
+                        f"policy {instance.policy}: every instance died {self._config.max_restarts + 1} times "
+                        f"(rollout.max_restarts={self._config.max_restarts}); the last time: {fact.reason}"
+                    )
+                )
+                return
+        else:
+            delay_s = min(FIRST_RESTART_DELAY_S * 2.0**instance.incarnation, LONGEST_RESTART_DELAY_S)
+            instance.state = InstanceState.WAITING
+            instance.incarnation += 1
+            logger.warning("%s ended (%s); restarting in %.1f s", instance.instance_id, fact.reason, delay_s)
+            self._events.emit(
+                WorkerRestarted(worker=instance.instance_id, incarnation=instance.incarnation, reason=fact.reason)
+            )
+            self._inbox.set_timer(f"restart {instance.instance_id}", delay_s, lambda: self._start(instance))
+        self._requeue(instance, fact.reason)
+        self._check_published()
+        self._dispatch()
+
+    def _requeue(self, instance: _Instance, reason: str) -> None:
+        for request_id in list(instance.requests):
+            request = self._forget(instance, request_id)
+            assert request is not None
+            if request.num_tries > self._config.max_retries:
+                request.on_answer(
+                    GenerationFailed(
+                        request_id=request_id,
+                        failure_kind=GenerationFailureKind.ENGINE,
+                        message=f"{request.num_tries} instances died with it, the last: {reason}",
+                    )
+                )
+            else:
+                self._queue[request_id] = request
+
+    # --- decisions ----------------------------------------------------------------------------------------------------
+
+    def _start(self, instance: _Instance) -> None:
+        if self._is_closing:
+            return
+        instance.state = InstanceState.STARTING
+        self._by_worker[instance.worker_id] = instance
+        spec = self._make_spec[instance.policy](instance.worker_id)
+        if spec.kind is not ServiceKind.INSTANCE:
+            raise InvariantError(f"{spec.worker_id} is a {spec.kind}, not an instance")
+        instance.handle = self._runtime.start(spec, self._receive)
+
+    def _load(self, instance: _Instance) -> None:
+        weights = self._published[instance.policy]
+        assert instance.handle is not None
+        instance.state = InstanceState.LOADING
+        instance.handle.send(
+            LoadWeights(
+                policy=weights.policy,
+                policy_version=weights.policy_version,
+                weights_version=weights.weights_version,
+                object_key=weights.object_key,
+                digest=weights.digest,
+            )
+        )
+        instance.load_timer = self._inbox.set_timer(
+            f"load {instance.instance_id}", self._config.request_timeout_s, lambda: self._kill(instance)
+        )
+
+    def _check_published(self) -> None:
+        if self._on_published is None:
+            return
+        for policy in self._published:
+            states = [i.state for i in self._instances.values() if i.policy == policy]
+            if InstanceState.LOADING in states or InstanceState.SERVING not in states:
+                return
+        on_done, self._on_published = self._on_published, None
+        on_done()
+
+    def _dispatch(self) -> None:
+        for request_id in list(self._queue):
+            request = self._queue.get(request_id)
+            if request is None:
+                continue
+            instance = self._choose(request.request)
+            if instance is None or instance.handle is None:
+                continue
+            del self._queue[request_id]
+            request.num_tries += 1
+            instance.requests[request_id] = request
+            request.timer = self._inbox.set_timer(
+                f"request {request_id}", self._config.request_timeout_s, lambda i=instance: self._kill(i)
+            )
+            self._events.emit(
+                RequestDispatched(
+                    request_id=request_id,
+                    instance_id=instance.instance_id,
+                    rule="least_loaded",
+                    retry=request.num_tries - 1,
+                )
+            )
+            instance.handle.send(Generate(request=request.request))
+
+    def _choose(self, request: GenerationRequest) -> _Instance | None:
+        loads = [
+            InstanceLoad(
+                instance_id=instance.instance_id,
+                policy_version=instance.policy_version,
+                num_outstanding_tokens=instance.num_outstanding_tokens,
+            )
+            for instance in self._instances.values()
+            if instance.policy == request.policy
+            and instance.state is InstanceState.SERVING
+            and instance.policy_version is not None
+            and request.min_version <= instance.policy_version <= request.max_version
+        ]
+        if not loads:
+            return None
+        chosen = dispatch_least_loaded(loads, min_version=request.min_version, max_version=request.max_version)
+        return self._instances[chosen]
+
+    def _kill(self, instance: _Instance) -> None:
+        logger.error("%s takes too long, or serves wrong weights; killing it", instance.instance_id)
+        if instance.handle is not None:
+            instance.handle.kill()
+
+    def _forget(self, instance: _Instance, request_id: RequestId) -> _Request | None:
+        request = instance.requests.pop(request_id, None)
+        if request is not None and request.timer is not None:
+            request.timer.cancel()
+            request.timer = None
+        return request

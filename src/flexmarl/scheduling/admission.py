@@ -1,0 +1,33 @@
+"""Which waiting trajectories may start."""
+
+from collections.abc import Mapping, Sequence
+
+from flexmarl.core.ids import TrajectoryKey
+
+
+def admit_first_come(
+    waiting: Sequence[TrajectoryKey],
+    *,
+    num_running: Mapping[int, int],
+    inter_query: int | None,
+    intra_query: int | None,
+) -> list[TrajectoryKey]:
+    """Return the trajectories of `waiting` that start now, in the order given.
+
+    Args:
+        waiting: Not yet started, first come first.
+        num_running: Query to its trajectories in flight; queries without any may be missing.
+        inter_query: Bound on queries with a trajectory in flight; None does not bound them.
+        intra_query: Bound on trajectories in flight of one query; None does not bound them.
+    """
+    running = {query: count for query, count in num_running.items() if count > 0}
+    admitted = []
+    for key in waiting:
+        count = running.get(key.query, 0)
+        if count == 0 and inter_query is not None and len(running) >= inter_query:
+            continue
+        if intra_query is not None and count >= intra_query:
+            continue
+        running[key.query] = count + 1
+        admitted.append(key)
+    return admitted

@@ -1,0 +1,87 @@
+"""One SQLite connection, its transactions, and the lock that makes this process its only owner."""
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flexmarl.core.errors import StoreError
+from flexmarl.store.faults import translated
+
+BUSY_TIMEOUT_S = 5.0
+"""How long a statement waits for a tool that looks into the file; the owner itself never competes."""
+
+
+class FolderLock:
+    """Keeps a second process out of a store's folder; the system frees it when this process ends in any way."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the lock.
+
+        Raises:
+            StoreError: another process has it.
+        """
+        path = folder / "lock"
+        with translated(str(path)):
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            # A POSIX record lock: unlike flock, a forked child does not keep it when its parent is killed.
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip()
+            os.close(self._fd)
+            raise StoreError(
+                f"{folder} is in use by process {owner or 'unknown'}: end that run, or choose another run.dir"
+            ) from error
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let the next process in."""
+        os.close(self._fd)
+
+
+class Database:
+    """A connection in WAL mode whose transactions survive SIGKILL, and power loss where asked for."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Open the file, or create it; None keeps everything in memory.
+
+        Raises:
+            StoreError: it cannot be opened, or is no SQLite file.
+        """
+        self.name = ":memory:" if path is None else str(path)
+        with translated(self.name):
+            # Calls come one at a time, though not always from the same thread.
+            self.connection = sqlite3.connect(
+                self.name, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S, cached_statements=256
+            )
+            try:
+                self.connection.execute("PRAGMA journal_mode=WAL")
+                self.connection.execute("PRAGMA synchronous=NORMAL")
+            except sqlite3.Error:
+                self.connection.close()
+                raise
+
+    @contextmanager
+    def transaction(self, *, durable: bool = False) -> Iterator[sqlite3.Connection]:
+        """All or nothing: an exception rolls back. `durable` syncs the write-ahead log before it returns."""
+        if durable:
+            self.connection.execute("PRAGMA synchronous=FULL")
+        try:
+            self.connection.execute("BEGIN IMMEDIATE")
+            yield self.connection
+            self.connection.execute("COMMIT")
+        finally:
+            # Still open here only after an exception; SQLite itself may already have rolled back (full disk).
+            if self.connection.in_transaction:
+                self.connection.execute("ROLLBACK")
+            if durable:
+                self.connection.execute("PRAGMA synchronous=NORMAL")
+
+    def close(self) -> None:
+        """Move the write-ahead log into the file and release both."""
+        with translated(self.name):
+            self.connection.close()

@@ -1,0 +1,1 @@
+"""Fakes, builders and small models for tests; nothing outside tests and benchmarks imports it."""

@@ -1,0 +1,4 @@
+"""The training engine: process groups that hold one policy's state each, and the engine that gives them work.
+
+Start with `engine.py`; `process_group.py` is the content of one worker process.
+"""

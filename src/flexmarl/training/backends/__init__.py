@@ -1,0 +1,1 @@
+"""Training backends: `scripted` (no torch) and `torch`. Each implements `core.protocols.TrainingBackend`."""

@@ -1,0 +1,50 @@
+"""Checks across sections name both fields and both values."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from flexmarl.config import parse_config
+from flexmarl.core.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+BASE = {
+    "data": {"source": "tasks:load"},
+    "workflow": {"path": "team.py:play"},
+    "policies": {"p": {"model": "folder"}},
+    "agents": {"a": {"policy": "p"}},
+    "pipeline": {"num_steps": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["agents.a.policy=q"], "agents.a.policy is 'q', but policies has only: p"),
+        (["policies.q.model=m"], "policies.q is bound to no agent"),
+        (["agents.a b.policy=p"], "a name has only letters, digits, - and _"),
+        (["rollout.top_p=0.9"], "rollout.top_p=0.9: training needs rollout.top_p=1"),
+        (["rollout.top_k=5"], "rollout.top_k=5: training needs rollout.top_k=null"),
+        (["rollout.ignore_stop=true"], "rollout.ignore_stop=true .* set algorithm.truncated=train"),
+        (["algorithm.normaliser=constant"], "normaliser=constant with algorithm.constant_tokens=None"),
+        (["algorithm.constant_tokens=8"], "normaliser=token_mean with algorithm.constant_tokens=8"),
+        (["pipeline.trajectories_per_query=1"], "makes groups of one"),
+        (["data.train_file=x.jsonl"], "exactly one of data.source and data.train_file"),
+        (["data.source=null"], "exactly one of data.source and data.train_file"),
+        (["data.source=null", "data.train_file=x"], "evaluation is on but data.held_out_file is not set"),
+        (["runtime.kind=simulated"], "rollout.backend.kind=scripted .is transformers."),
+    ],
+)
+def test_contradictions_are_refused(overrides: Sequence[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(BASE, overrides)
+
+
+def test_settings_of_a_policy_replace_the_section() -> None:
+    config = parse_config(
+        BASE, ["policies.p.optimizer.learning_rate=0.5", "optimizer.weight_decay=0.1", "algorithm.truncated=train"]
+    )
+    assert config.optimizer_of("p").learning_rate == 0.5
+    assert config.optimizer_of("p").weight_decay == 0.0
+    assert config.algorithm_of("p").truncated == "train"
