@@ -106,7 +106,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         bos_token=BOS,
@@ -139,9 +139,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         dtype="float32",
         **special_ids,
     )
-    model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model = LlamaForCausalLM(config)
     # Plain sampling from the model, as training needs; transformers would otherwise cut to its 50 likeliest tokens.
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_NEW_TOKENS, **special_ids
     )
     return model
@@ -256,7 +256,7 @@ def answer(
     for start in range(0, len(texts), 1024):
         prompts = [render(tokenizer, text) for text in texts[start : start + 1024]]
         batch = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
-        ids = model.generate(**batch, do_sample=not is_greedy)  # type: ignore[misc]
+        ids = model.generate(**batch, do_sample=not is_greedy)
         answers += tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     return answers
 
@@ -265,7 +265,7 @@ def judge(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, num_queries: int, num_samples: int = 16
 ) -> dict[str, float]:
     """Return success of the team on held-out queries, and how often each role does its own part (sampled)."""
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()
     queries = chain_sum.load_queries(split="held_out", num_queries=num_queries, seed=0)
 
     def play(rows: Sequence[dict[str, object]], *, is_greedy: bool) -> tuple[Tensor, float, float]:

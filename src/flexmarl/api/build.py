@@ -22,10 +22,8 @@ from flexmarl.config import RootConfig
 from flexmarl.core.errors import ConfigError
 from flexmarl.core.protocols import Runtime
 from flexmarl.models import ScriptedTokenizer, context_length, resolve_model_folder
-from flexmarl.orchestrator.run import RunParts, RunResult
+from flexmarl.orchestrator.parts import RunParts, RunResult
 from flexmarl.orchestrator.trajectories import EndedTrajectory
-from flexmarl.runtime.local.supervisor import LocalRuntime
-from flexmarl.runtime.simulated import run_virtual
 from flexmarl.store import SqliteStore
 from flexmarl.telemetry import EventLog, MetricsLog, PeakMemory, ProgressListener, RunFolder
 from flexmarl.workflow.load import load_workflow
@@ -84,7 +82,10 @@ def _check_scripted_vocabulary(policy: str, folder: Path) -> None:
 def run_on(config: RootConfig, folder: RunFolder, main: Callable[[Runtime], Awaitable[T]]) -> T:
     """Open the runtime that the configuration names, run `main` on it, and close it."""
     if config.runtime.kind == "simulated":
+        from flexmarl.runtime.simulated import run_virtual
+
         return run_virtual(main)
+    from flexmarl.runtime.local.supervisor import LocalRuntime
 
     async def run() -> T:
         preload = ["flexmarl.rollout.instance", "flexmarl.training.process_group", *_engine_imports(config)]
@@ -161,14 +162,10 @@ async def build_parts(
     )
 
 
-def _trajectory_writer(
-    config: RootConfig, path: Path, queries: list[Query]
-) -> Callable[[EndedTrajectory], None]:
+def _trajectory_writer(config: RootConfig, path: Path, queries: list[Query]) -> Callable[[EndedTrajectory], None]:
     """Return a function that appends a trajectory with its texts to a JSON-lines file."""
     is_scripted = config.rollout.backend.kind == "scripted"
-    tokenizers = {
-        name: make_tokenizer(model_folder(config, name), is_scripted=is_scripted) for name in config.policies
-    }
+    tokenizers = {name: make_tokenizer(model_folder(config, name), is_scripted=is_scripted) for name in config.policies}
 
     def write(trajectory: EndedTrajectory) -> None:
         line = {

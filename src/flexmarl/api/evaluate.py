@@ -1,4 +1,4 @@
-"""`flexmarl.evaluate`: success on held-out queries, of a configuration's start models or of a run's newest checkpoint."""
+"""`flexmarl.evaluate`: success on held-out queries of start models, or of a run's newest checkpoint."""
 
 import asyncio
 import tempfile
@@ -39,9 +39,11 @@ def evaluate(
     if not config.eval.at_ends:
         raise ConfigError("eval.at_ends=false switches this evaluation off: add eval.at_ends=true")
     inputs = check_inputs(config)
-    with tempfile.TemporaryDirectory(prefix="flexmarl-eval-") as scratch:
-        with RunFolder.open(Path(scratch) / "run", name=config.run.name) as folder:
-            return run_on(config, folder, lambda runtime: _evaluate(config, inputs, folder, runtime, run_dir, listener))
+    with (
+        tempfile.TemporaryDirectory(prefix="flexmarl-eval-") as scratch,
+        RunFolder.open(Path(scratch) / "run", name=config.run.name) as folder,
+    ):
+        return run_on(config, folder, lambda runtime: _evaluate(config, inputs, folder, runtime, run_dir, listener))
 
 
 async def _evaluate(

@@ -13,10 +13,10 @@ from flexmarl.core.ids import PolicyName
 from flexmarl.core.protocols import ExperienceStore, Runtime
 from flexmarl.orchestrator.checkpoint import data_digest, list_checkpoints, load_policy_state, read_manifest
 from flexmarl.orchestrator.evaluation import EvaluationResult
-from flexmarl.orchestrator.run import RunResult, StartState
+from flexmarl.orchestrator.parts import RunResult, StartState
 from flexmarl.telemetry import RunFolder
 from flexmarl.telemetry.jsonl import write_atomically
-from flexmarl.training.trainer import PolicyState
+from flexmarl.training.state import PolicyState
 
 BASELINE_NAME = "baseline.json"
 

@@ -11,8 +11,9 @@ from flexmarl.api.resume import first_state, resumed_state, write_baseline
 from flexmarl.config import RootConfig, resolved_yaml
 from flexmarl.core.errors import ConfigError
 from flexmarl.core.protocols import Runtime
+from flexmarl.orchestrator.parts import RunResult
 from flexmarl.orchestrator.reports import evaluation_report, evaluation_summary, policy_summary
-from flexmarl.orchestrator.run import Orchestrator, RunResult
+from flexmarl.orchestrator.run import Orchestrator
 from flexmarl.store import SqliteStore
 from flexmarl.telemetry import (
     PeakMemory,

@@ -1,4 +1,4 @@
-"""`flexmarl.validate`: says what a configuration resolves to, and refuses what would go wrong, before any model loads."""
+"""`flexmarl.validate`: says what a configuration resolves to, and refuses what would go wrong before a model loads."""
 
 from dataclasses import dataclass
 
@@ -34,8 +34,8 @@ def validate(config: RootConfig) -> ValidationReport:
     lines = [
         f"workflow {config.workflow.path}",
         f"data: {len(inputs.train_queries)} training queries, {len(inputs.held_out_queries)} held-out queries",
-        f"step: {pipeline.queries_per_step} queries x {pipeline.trajectories_per_query} trajectories, "
-        f"mode {pipeline.mode}, {pipeline.num_steps} steps",
+        f"step: {pipeline.queries_per_step} queries x {pipeline.trajectories_per_query} trajectories",
+        f"run: {pipeline.num_steps} steps, mode {pipeline.mode}, seed {config.run.seed}",
     ]
     for name, policy in config.policies.items():
         agents = sorted(agent for agent, setup in config.agents.items() if setup.policy == name)

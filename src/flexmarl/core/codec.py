@@ -19,6 +19,7 @@ T = TypeVar("T")
 C = TypeVar("C", bound=type[Any])
 
 _TAGGED: dict[str, tuple[type[Any], int]] = {}
+_PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def tagged(kind: str, *, version: int = 1) -> Callable[[C], C]:
@@ -41,27 +42,61 @@ def kind_of(record: object) -> str:
 
 def to_plain(value: Any, *, bulk: bool = True) -> Any:
     """Return `value` as plain data. With `bulk=False` fields marked BULK become their length (for the event log)."""
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return value.value if isinstance(value, Enum) else value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        plain = {}
-        for name, is_bulk in _fields(type(value)):
-            content = getattr(value, name)
-            plain[name] = len(content) if is_bulk and not bulk else to_plain(content, bulk=bulk)
-        return plain
+    return _encode(value, bulk)
+
+
+def _encode(value: Any, bulk: bool) -> Any:
+    kind = type(value)
+    if kind in _PLAIN_TYPES:
+        return value
+    if isinstance(value, Enum):
+        return value.value
+    if dataclasses.is_dataclass(kind):
+        return _record_encoder(kind, bulk)(value)
     if isinstance(value, Mapping):
-        return {str(key): to_plain(item, bulk=bulk) for key, item in value.items()}
-    if isinstance(value, (Sequence, set, frozenset)):
+        return {str(key): _encode(item, bulk) for key, item in value.items()}
+    if isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, memoryview):
         items = sorted(value) if isinstance(value, (set, frozenset)) else value
-        if items and type(items[0]) in (int, float, str):
+        if items and type(items[0]) in _PLAIN_TYPES:
             return list(items)
-        return [to_plain(item, bulk=bulk) for item in items]
-    raise InvariantError(f"cannot encode a {type(value).__name__}: {value!r:.80}")
+        return [_encode(item, bulk) for item in items]
+    if isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    raise InvariantError(f"cannot encode a {kind.__name__}: {value!r:.80}")
 
 
 @cache
-def _fields(cls: type[Any]) -> tuple[tuple[str, bool], ...]:
-    return tuple((item.name, bool(item.metadata.get("bulk"))) for item in dataclasses.fields(cls))
+def _record_encoder(cls: type[Any], bulk: bool) -> Callable[[Any], dict[str, Any]]:
+    """Fields whose type hint is a scalar are copied as they are: most of what is encoded is such a field."""
+    hints = get_type_hints(cls)
+    fields: list[tuple[str, Callable[[Any], Any] | None]] = []
+    for item in dataclasses.fields(cls):
+        if item.metadata.get("bulk") and not bulk:
+            fields.append((item.name, _length))
+        elif _unwrap_newtype(hints[item.name]) in _PLAIN_TYPES:
+            fields.append((item.name, None))
+        else:
+            fields.append((item.name, _encode_bulk if bulk else _encode_short))
+
+    def encode(record: Any) -> dict[str, Any]:
+        return {
+            name: getattr(record, name) if encoder is None else encoder(getattr(record, name))
+            for name, encoder in fields
+        }
+
+    return encode
+
+
+def _length(value: Any) -> int:
+    return len(value)
+
+
+def _encode_bulk(value: Any) -> Any:
+    return _encode(value, True)
+
+
+def _encode_short(value: Any) -> Any:
+    return _encode(value, False)
 
 
 def from_plain(cls: type[T], plain: Any) -> T:
@@ -70,7 +105,7 @@ def from_plain(cls: type[T], plain: Any) -> T:
     Raises:
         ConfigError: a field is missing, unknown or of the wrong type.
     """
-    result: T = _decoder(cls)(plain)
+    result: T = _decoder(typing.cast(Any, cls))(plain)
     return result
 
 

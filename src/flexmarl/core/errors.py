@@ -1,14 +1,14 @@
 """The error tree. Backends translate third-party errors into it at their edge.
 
-    FlexMARLError
-      ConfigError      bad input of the user: configuration, data row, reward, workflow (also a ValueError)
-      CapacityError    not now; the same call may succeed later
-      BackendError     an engine, process or file failed; the cause is kept
-        WorkerDied     a worker process ended, or stopped answering
-        StoreError     the experience store or the object plane cannot be read or written
-      WorkflowError    the user's workflow, tool or reward raised, or broke a rule of the workflow API
-      FencedError      the caller's lease or incarnation is over; it must not act any more
-      InvariantError   a bug of ours
+FlexMARLError
+  ConfigError      bad input of the user: configuration, data row, reward, workflow (also a ValueError)
+  CapacityError    not now; the same call may succeed later
+  BackendError     an engine, process or file failed; the cause is kept
+    WorkerDied     a worker process ended, or stopped answering
+    StoreError     the experience store or the object plane cannot be read or written
+  WorkflowError    the user's workflow, tool or reward raised, or broke a rule of the workflow API
+  FencedError      the caller's lease or incarnation is over; it must not act any more
+  InvariantError   a bug of ours
 """
 
 

@@ -1,7 +1,7 @@
 """How named tensors lie in one contiguous buffer.
 
-Offsets are multiples of 64 bytes: views that are not 16-byte aligned change the bits of small matrix products. The bytes
-between tensors are zero, so equal contents have equal digests.
+Offsets are multiples of 64 bytes: views that are not 16-byte aligned change the bits of small matrix products. The
+bytes between tensors are zero, so equal contents have equal digests.
 """
 
 import hashlib

@@ -341,4 +341,3 @@ class Envelope:
     source: WorkerId
     """The worker, or `orchestrator` for its own timers, signals and work."""
     fact: object
-

@@ -1,5 +1,6 @@
 """Models of transformers from a folder on disk; nothing is ever downloaded."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 _ATTENTION = "sdpa"
 """As fast as eager attention on short CPU sequences and without its quadratic memory on long ones."""
+_LOADING = threading.Lock()
+"""Transformers replaces functions of whole modules while it builds a model; instances may be threads of one process."""
 
 
 def load_causal_lm(folder: Path, *, dtype: str = "float32") -> "PreTrainedModel":
@@ -26,7 +29,7 @@ def load_causal_lm(folder: Path, *, dtype: str = "float32") -> "PreTrainedModel"
 
     torch_dtype = _float_dtype(dtype)
     try:
-        with without_progress_bars():
+        with _LOADING, without_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch_dtype, local_files_only=True, attn_implementation=_ATTENTION
             )
@@ -51,8 +54,10 @@ def new_causal_lm(folder: Path, *, dtype: str = "float32") -> "PreTrainedModel":
     torch_dtype = _float_dtype(dtype)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        with no_init_weights():
+        with _LOADING, no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype, attn_implementation=_ATTENTION)
+        # What skips the initialisation of weights skips their tying too.
+        model.tie_weights()
     except (OSError, ValueError, KeyError) as error:
         raise BackendError(f"cannot build the model of {folder / 'config.json'}: {error}") from error
     built: PreTrainedModel = model.eval()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexmarl.core.errors import ConfigError
+from flexmarl.core.errors import ConfigError, WorkflowError
 from flexmarl.core.protocols import ChatMessage
 from flexmarl.models.folder import read_json
 from flexmarl.models.template import ChatTemplate
@@ -110,9 +110,11 @@ def load_tokenizer(folder: Path, *, system_prompt: str | None = None) -> ChatTok
     config = _optional_json(folder / "tokenizer_config.json")
     special_tokens = _special_tokens(_optional_json(folder / "special_tokens_map.json")) | _special_tokens(config)
     template = ChatTemplate(_template_source(folder, config), special_tokens=special_tokens, where=folder)
-    tokenizer = ChatTokenizer(
-        backend, template, end_ids=_end_ids(folder, backend, special_tokens), system_prompt=system_prompt
-    )
+    end_ids = _end_ids(folder, backend, special_tokens)
+    try:
+        tokenizer = ChatTokenizer(backend, template, end_ids=end_ids, system_prompt=system_prompt)
+    except WorkflowError as error:  # no workflow runs yet: it is the folder that is wrong
+        raise ConfigError(str(error)) from error
     if not tokenizer.stop_token_ids:
         raise ConfigError(f"{folder} names no token that ends an answer; set eos_token_id in generation_config.json")
     return tokenizer

@@ -189,7 +189,7 @@ class SegmentFolder:
         with self._warm_guard:
             # A kept map holds its inode, so the number cannot name another file meanwhile.
             kept = self._warm.pop(status.st_ino, None)
-            if kept is None or len(kept) != status.st_size:
+            if kept is None:
                 kept = mmap.mmap(fd, status.st_size, flags=mmap.MAP_SHARED | _POPULATE)
             self._warm[status.st_ino] = kept
             while len(self._warm) > MAX_WARM_MAPS:

@@ -1,4 +1,4 @@
-"""Checkpoints: one folder per version with every policy's full state as safetensors and one manifest, written atomically.
+"""Checkpoints: a folder per version with each policy's full state as safetensors and one manifest, written atomically.
 
 A folder `step_N` exists only when it is complete: it is written under another name, synced, and renamed. Nothing here
 needs torch. The functions block; the orchestrator runs them through `Runtime.call`.
@@ -129,7 +129,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
             raise StoreError(f"{path}: checkpoint format {found}, this version of flexmarl reads {FORMAT_VERSION}")
         return from_plain(Manifest, plain)
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
-        raise StoreError(f"{path} is damaged or unreadable ({error}); remove {checkpoint} to use an older one") from error
+        raise StoreError(
+            f"{path} is damaged or unreadable ({error}); remove {checkpoint} to use an older one"
+        ) from error
 
 
 def load_policy_state(checkpoint: Path, policy: PolicyName, manifest: Manifest, objects: ObjectPlane) -> ObjectKey:
@@ -145,8 +147,10 @@ def load_policy_state(checkpoint: Path, policy: PolicyName, manifest: Manifest, 
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error}") from error
     if hashlib.sha256(content).hexdigest() != entry.file_sha256:
-        raise StoreError(f"{path} is damaged: its SHA-256 is not the manifest's; remove {checkpoint} to use an older one")
-    tensors = dict(safetensors.deserialize(content))
+        raise StoreError(
+            f"{path} is damaged: its SHA-256 is not the manifest's; remove {checkpoint} to use an older one"
+        )
+    tensors = dict(safetensors.deserialize(content))  # type: ignore[no-untyped-call]
     buffer = memoryview(bytearray(entry.layout.num_bytes))
     for item in entry.layout.entries:
         buffer[item.offset_bytes : item.offset_bytes + item.num_bytes] = tensors[item.name]["data"]

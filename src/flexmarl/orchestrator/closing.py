@@ -109,9 +109,7 @@ class StepCloser:
 
         self._inbox.start(f"store.fill q{query}", write(), lambda _: self._closed(query, rows, closing, masked))
 
-    def _masked(
-        self, closing: QueryClosing, abandoned: list[TurnRow]
-    ) -> dict[tuple[AgentName, str], list[SampleKey]]:
+    def _masked(self, closing: QueryClosing, abandoned: list[TurnRow]) -> dict[tuple[AgentName, str], list[SampleKey]]:
         masked: dict[tuple[AgentName, str], list[SampleKey]] = {}
         for samples in closing.masked.values():
             for sample in samples:

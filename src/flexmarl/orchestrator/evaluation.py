@@ -71,6 +71,13 @@ class EvaluationResult:
         """Mean over queries at temperature 0."""
         return fmean(self.greedy.values()) if self.greedy else None
 
+    def metrics(self) -> dict[str, float]:
+        """Return the figures for the event log."""
+        metrics = {"success_frac": self.success, "num_failed": float(self.num_failed)}
+        if self.greedy_success is not None:
+            metrics["greedy_success_frac"] = self.greedy_success
+        return metrics
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedDifference:
@@ -141,7 +148,7 @@ def evaluation_result(
 
 def agent_rewards(outcome: OutcomeRecord) -> dict[str, float]:
     """Return each agent's trajectory reward: its reward in the outcome plus its turn rewards."""
-    rewards: dict[str, float] = dict(outcome.rewards)
+    rewards: dict[str, float] = {str(agent): reward for agent, reward in outcome.rewards.items()}
     for item in outcome.turn_rewards:
         rewards[item.key.agent] = rewards.get(item.key.agent, 0.0) + item.reward
     return rewards

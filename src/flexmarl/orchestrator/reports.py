@@ -9,7 +9,7 @@ from flexmarl.core.records import FinishReason
 from flexmarl.orchestrator.evaluation import EvaluationResult, agent_rewards, paired_difference
 from flexmarl.orchestrator.trajectories import EndedTrajectory
 from flexmarl.telemetry import EvaluationReport, StepReport
-from flexmarl.training.trainer import PolicyUpdate
+from flexmarl.training.state import PolicyUpdate
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,6 +144,19 @@ def evaluation_report(result: EvaluationResult) -> EvaluationReport:
     )
 
 
+def failed_evaluation_report(policy_version: int, error: str, *, duration_s: float) -> EvaluationReport:
+    """Return what a listener is told of an evaluation that gave no result."""
+    return EvaluationReport(
+        policy_version=policy_version,
+        success_frac=None,
+        greedy_success_frac=None,
+        rewards={},
+        num_queries=0,
+        duration_s=duration_s,
+        error=error,
+    )
+
+
 def evaluation_summary(before: EvaluationResult | None, after: EvaluationResult | None) -> dict[str, object]:
     """Return the `eval` part of summary.json."""
     summary: dict[str, object] = {}
@@ -168,9 +181,7 @@ def evaluation_summary(before: EvaluationResult | None, after: EvaluationResult 
     return summary
 
 
-def policy_summary(
-    before: Mapping[PolicyName, str], updates: Mapping[PolicyName, PolicyUpdate]
-) -> dict[str, object]:
+def policy_summary(before: Mapping[PolicyName, str], updates: Mapping[PolicyName, PolicyUpdate]) -> dict[str, object]:
     """Return the `policies` part of summary.json."""
     return {
         policy: {

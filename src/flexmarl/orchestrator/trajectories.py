@@ -20,8 +20,6 @@ from flexmarl.core.messages import (
     DeliverTurn,
     GenerationFailed,
     StartTrajectory,
-    TrajectoryEnded,
-    TrajectoryFailed,
     TurnRequested,
 )
 from flexmarl.core.protocols import Inbox, Timer, WorkerHandle
@@ -150,6 +148,11 @@ class TrajectoryPool:
         self._running: dict[TrajectoryKey, _Running] = {}
         self._is_cancelled = False
         self.num_ended = 0
+
+    @property
+    def purpose(self) -> Purpose:
+        """Why the set runs."""
+        return self._set.purpose
 
     @property
     def num_trajectories(self) -> int:
@@ -301,9 +304,7 @@ class TrajectoryPool:
             return
         worker = self._worker()
         if worker is not None:
-            worker.send(
-                DeliverTurn(purpose=self._set.purpose, request_id=request.request_id, completion=completion)
-            )
+            worker.send(DeliverTurn(purpose=self._set.purpose, request_id=request.request_id, completion=completion))
 
     def _timed_out(self, key: TrajectoryKey, attempt: int) -> None:
         running = self._current(key, attempt)
@@ -322,9 +323,7 @@ class TrajectoryPool:
         running.is_ending = True
         self._sink.record_failure(failure, lambda: self._finish(running, None, failure))
 
-    def _finish(
-        self, running: _Running, outcome: OutcomeRecord | None, failure: TrajectoryFailure | None
-    ) -> None:
+    def _finish(self, running: _Running, outcome: OutcomeRecord | None, failure: TrajectoryFailure | None) -> None:
         if self._is_cancelled:
             return
         del self._running[running.key]
@@ -367,18 +366,3 @@ def _turn_row(request: GenerationRequest, completion: Completion) -> TurnRow:
         finish_reason=completion.finish_reason,
         version_spans=completion.version_spans,
     )
-
-
-def route(pool: TrajectoryPool, fact: object) -> bool:
-    """Hand a fact of an episode worker to the pool; False when it is of another kind."""
-    match fact:
-        case TurnRequested():
-            pool.turn_requested(fact)
-        case TrajectoryEnded():
-            pool.ended(fact.outcome)
-        case TrajectoryFailed():
-            pool.failed(fact.failure)
-        case _:
-            return False
-    return True
-

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 from flexmarl.config import RolloutConfig
 from flexmarl.core.errors import BackendError, InvariantError
@@ -73,15 +74,13 @@ class _Instance:
     incarnation: int = 0
     policy_version: int | None = None
     requests: dict[RequestId, "_Request"] = field(default_factory=dict)
+    num_outstanding_tokens: int = 0
+    """Sum of the token limits of `requests`."""
     load_timer: Timer | None = None
 
     @property
     def worker_id(self) -> WorkerId:
         return WorkerId(f"{self.instance_id}.{self.incarnation}")
-
-    @property
-    def num_outstanding_tokens(self) -> int:
-        return sum(request.request.sampling.max_new_tokens for request in self.requests.values())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -345,8 +344,9 @@ class RolloutManager:
             del self._queue[request_id]
             request.num_tries += 1
             instance.requests[request_id] = request
+            instance.num_outstanding_tokens += request.request.sampling.max_new_tokens
             request.timer = self._inbox.set_timer(
-                f"request {request_id}", self._config.request_timeout_s, lambda i=instance: self._kill(i)
+                f"request {request_id}", self._config.request_timeout_s, partial(self._kill, instance)
             )
             self._events.emit(
                 RequestDispatched(
@@ -383,7 +383,9 @@ class RolloutManager:
 
     def _forget(self, instance: _Instance, request_id: RequestId) -> _Request | None:
         request = instance.requests.pop(request_id, None)
-        if request is not None and request.timer is not None:
-            request.timer.cancel()
-            request.timer = None
+        if request is not None:
+            instance.num_outstanding_tokens -= request.request.sampling.max_new_tokens
+            if request.timer is not None:
+                request.timer.cancel()
+                request.timer = None
         return request

@@ -45,8 +45,13 @@ def make_sample(
     return Sample(turn=turn, advantage=advantage, reward=reward)
 
 
-def write_tiny_model(folder: Path, *, seed: int = 0, tie: bool = False, kind: str = "llama") -> Path:
-    """Write a model of two layers and hidden size 16 (`llama` or `gpt2`) and return its folder; it has no tokenizer."""
+def write_tiny_model(
+    folder: Path, *, seed: int = 0, tie: bool = False, kind: str = "llama", spread: float = 0.2
+) -> Path:
+    """Write a model of two layers and hidden size 16 (`llama` or `gpt2`) and return its folder; it has no tokenizer.
+
+    `spread` is the standard deviation of its weights: wide ones make its tokens unequally likely.
+    """
     import torch
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
@@ -60,7 +65,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0, tie: bool = False, kind: st
             num_attention_heads=2,
             max_position_embeddings=64,
             tie_word_embeddings=tie,
-            initializer_range=0.2,
+            initializer_range=spread,
         )
     else:
         config = GPT2Config(
@@ -69,7 +74,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0, tie: bool = False, kind: st
             n_layer=2,
             n_head=2,
             n_positions=64,
-            initializer_range=0.2,
+            initializer_range=spread,
             bos_token_id=0,
             eos_token_id=0,
         )

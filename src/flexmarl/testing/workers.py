@@ -141,6 +141,7 @@ class ScriptService:
             case "sleep":
                 time.sleep(note.number / 1000)
             case "compute":
+                self._context.send(Note(text="computing"))
                 _compute_for_ever()
             case "send":
                 self._context.send(note)

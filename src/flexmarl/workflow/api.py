@@ -213,4 +213,3 @@ class Episode:
     def turns(self) -> list[Turn]:
         """Return every finished turn, in key order."""
         return sorted((turn for agent in self._agents.values() for turn in agent.turns), key=lambda turn: turn.key)
-

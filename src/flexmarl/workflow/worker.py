@@ -78,9 +78,7 @@ class EpisodeWorker:
 
     async def _run(self, attempt: AttemptId, start: StartTrajectory) -> None:
         client = _Client(self, start)
-        episode = Episode(
-            start.query, start.key, self._setups, client, seed=start.seed
-        )
+        episode = Episode(start.query, start.key, self._setups, client, seed=start.seed)
         try:
             returned = await self._function(episode)
             if client.running:
@@ -92,7 +90,7 @@ class EpisodeWorker:
             if attempt in self._running:
                 self._end(attempt, self._failure(start, "workflow_error", "the workflow cancelled itself"))
             raise
-        except Exception as error:  # user code: whatever it raises is data
+        except Exception as error:  # noqa: BLE001 (user code: whatever it raises is data)
             self._end(attempt, self._failure(start, "workflow_error", _describe(error)))
             return
         try:

@@ -174,9 +174,7 @@ def test_turn_rewards_alone_are_enough() -> None:
 
 
 def test_settings_of_each_policy_are_its_own() -> None:
-    outcomes = [
-        outcome(n, [turn(n), turn(n, CHECKER)], {SOLVER: float(n), CHECKER: float(n)}) for n in range(3)
-    ]
+    outcomes = [outcome(n, [turn(n), turn(n, CHECKER)], {SOLVER: float(n), CHECKER: float(n)}) for n in range(3)]
     facts = [TurnFacts(key=key, finish_reason=FinishReason.STOP) for each in outcomes for key in each.turns]
     config = {ACTOR: AlgorithmConfig(advantage_scale="none"), JUDGE: AlgorithmConfig(advantage_scale="std")}
     closing = close_query(facts, outcomes, config=config, policy_of={SOLVER: ACTOR, CHECKER: JUDGE})

@@ -80,7 +80,7 @@ class FakeApi:
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> FakeApi:
     fake = FakeApi()
-    monkeypatch.setitem(sys.modules, "flexmarl.api", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "flexmarl.api", fake)
     monkeypatch.setattr(flexmarl, "api", fake, raising=False)
     return fake
 

@@ -115,4 +115,4 @@ def test_configuration_is_frozen_and_does_not_share_with_its_source() -> None:
     assert "run" not in plain
     assert isinstance(config, RootConfig)
     with pytest.raises(ValueError, match="frozen"):
-        config.run = config.run  # type: ignore[misc]
+        config.run = config.run

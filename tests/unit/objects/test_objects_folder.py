@@ -1,3 +1,4 @@
+import os
 import stat
 from pathlib import Path
 
@@ -14,7 +15,7 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shared = tmp_path / "shm"
     shared.mkdir()
     monkeypatch.setattr(folder, "SHARED_MEMORY", shared)
-    monkeypatch.setattr(folder.os, "getuid", lambda: 123)
+    monkeypatch.setattr(os, "getuid", lambda: 123)
     return shared
 
 

@@ -14,7 +14,10 @@ from flexmarl.core.layout import PackedObject
 from flexmarl.core.messages import Generated, GenerationFailed
 from flexmarl.core.records import Completion, FinishReason, GenerationRequest, SamplingParams
 from flexmarl.models import FlatParameters
-from flexmarl.rollout.backends.transformers import TransformersBackend
+from flexmarl.rollout.backends.forward import HuggingFaceForward
+from flexmarl.rollout.backends.llama import LlamaForward
+from flexmarl.rollout.backends.passes import decode_pass, prefill_pass
+from flexmarl.rollout.backends.transformers import TransformersBackend, new_slot_cache
 
 pytestmark = pytest.mark.unit
 
@@ -379,3 +382,30 @@ def test_models_with_windows_are_refused(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="full attention only"):
         TransformersBackend(tmp_path, None)  # type: ignore[arg-type]
+
+
+def test_the_fast_forward_equals_the_models_own(any_model: Any) -> None:
+    if isinstance(any_model, Qwen2ForCausalLM):
+        assert not LlamaForward.serves(any_model)
+        return
+    logprobs = []
+    for forward in (HuggingFaceForward(any_model), LlamaForward(any_model)):
+        cache = new_slot_cache(any_model, len(PROMPTS))
+        cache.reserve(CONTEXT)
+        with torch.inference_mode():
+            inputs, rows = prefill_pass(cache, PROMPTS, 0)
+            passes = [torch.log_softmax(forward(inputs), dim=-1)[rows]]
+            lengths = torch.tensor([len(prompt) for prompt in PROMPTS])
+            for n in range(10):
+                inputs = decode_pass(cache, (lengths + 7 * n) % VOCABULARY, lengths + n, 10 + n)
+                passes.append(torch.log_softmax(forward(inputs), dim=-1))
+        logprobs.append(torch.stack(passes))
+    torch.testing.assert_close(logprobs[1], logprobs[0], atol=1e-5, rtol=1e-5)
+    assert rows.tolist() == [0, 1, 2, 0, 3]
+
+
+def test_the_fast_forward_serves_only_what_it_computes() -> None:
+    assert LlamaForward.serves(LlamaForCausalLM(LlamaConfig(**SHAPE)))
+    assert not LlamaForward.serves(LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")))
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    assert not LlamaForward.serves(LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=dynamic)))

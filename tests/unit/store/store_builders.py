@@ -1,6 +1,6 @@
 """Rows, and a store whose calls run at once: without an event loop, so that a test is a plain function."""
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,7 +121,7 @@ def seal_record(
     )
 
 
-def commit_record(step: int = 0, **micro_batches: Sequence[str]) -> CommitRecord:
+def commit_record(micro_batches: Mapping[str, Sequence[str]], step: int = 0) -> CommitRecord:
     policies = {
         PolicyName(policy): PolicyCommit(
             weights_version=step + 1,

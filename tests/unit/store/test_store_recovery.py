@@ -45,7 +45,7 @@ def _committed_step(folder: Path) -> SqliteStore:
     run(store.open_step(dispatch()))
     make_ready(store, SOLVER)
     acknowledge(store, SOLVER)
-    run(store.commit(commit_record(red=["m0"])))
+    run(store.commit(commit_record({"red": ["m0"]})))
     return store
 
 
@@ -56,7 +56,7 @@ def test_everything_is_there_after_reopening(tmp_path: Path) -> None:
     run(store.close())
     store = open_store(tmp_path / "store")
     assert store.recovery == RecoveryReport()
-    assert run(store.last_commit()) == commit_record(red=["m0"])
+    assert run(store.last_commit()) == commit_record({"red": ["m0"]})
     assert run(store.trained_ids(0)) == {RED: [SOLVER]}
     _, samples = run(store.lease(BLUE, HOLDER, "m0", [key(step=1, agent="checker")]))
     assert samples[0].turn == turn_row(key(step=1, agent="checker"))
@@ -86,7 +86,7 @@ def test_g2_leases_of_the_dead_process_are_released_and_sealed_rows_stay(
     assert counts(store) == {"sealed": 1, "ready": 3, "partial": 1}
     with pytest.raises(FencedError):
         run(store.acknowledge(stale))
-    assert lease_of(store, *keys[1:]).lease_id > stale.lease_id
+    assert lease_of(store, *keys[1:], micro_batch_id="m3").lease_id > stale.lease_id
     assert run(store.begin_attempt(partial.trajectory_key)) == 1
     assert counts(store) == {"sealed": 1, "leased": 3, "superseded": 1}
     run(store.close())

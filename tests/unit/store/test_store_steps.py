@@ -64,7 +64,7 @@ def test_a_commit_takes_acknowledged_and_sealed_rows_and_leaves_the_rest(store: 
     acknowledge(store, sealed, micro_batch_id="m1")
     run(store.seal(HOLDER, seal_record(1, ["m1"])))
     _train_both(store)
-    record = commit_record(red=["m1", "m0"], blue=["m0"])
+    record = commit_record({"red": ["m1", "m0"], "blue": ["m0"]})
     run(store.commit(record))
     assert run(store.last_commit()) == record
     assert run(store.trained_ids(0)) == {RED: [SOLVER, sealed], BLUE: [CHECKER]}
@@ -74,12 +74,12 @@ def test_a_commit_takes_acknowledged_and_sealed_rows_and_leaves_the_rest(store: 
 
 def test_repeating_a_commit_changes_nothing_and_another_record_is_refused(store: SqliteStore) -> None:
     _train_both(store)
-    record = commit_record(red=["m0"], blue=["m0"])
+    record = commit_record({"red": ["m0"], "blue": ["m0"]})
     run(store.commit(record))
     run(store.commit(record))
     assert run(store.last_commit()) == record
     with pytest.raises(InvariantError, match="step 0 was committed before as"):
-        run(store.commit(commit_record(red=["m0"], blue=[])))
+        run(store.commit(commit_record({"red": ["m0"], "blue": []})))
 
 
 @pytest.mark.parametrize("state", ["partial", "ready", "leased"])
@@ -94,13 +94,13 @@ def test_g2_a_commit_that_would_lose_a_sample_is_refused_and_names_it(store: Sql
         rf"commit of step 0: 1 rows of policy 'blue' are neither .*; first s0/q./t0/checker/b0/n0: .*{state.upper()}"
     )
     with pytest.raises(InvariantError, match=message):
-        run(store.commit(commit_record(red=["m0"], blue=["m0"])))
+        run(store.commit(commit_record({"red": ["m0"], "blue": ["m0"]})))
 
 
 def test_g4_a_commit_that_one_policy_blocks_commits_no_policy(store: SqliteStore) -> None:
     acknowledge(store, SOLVER, micro_batch_id="m0")
     with pytest.raises(InvariantError, match="policy 'blue'"):
-        run(store.commit(commit_record(red=["m0"], blue=[])))
+        run(store.commit(commit_record({"red": ["m0"], "blue": []})))
     assert run(store.last_commit()) is None
     assert run(store.trained_ids(0)) == {}
     assert counts(store, RED) == {"acknowledged": 1}
@@ -117,7 +117,7 @@ def test_g4_a_commit_that_breaks_between_two_policies_leaves_no_trace(
             raise KeyboardInterrupt
         return commit(table, step)
 
-    record = commit_record(red=["m0"], blue=["m0"])
+    record = commit_record({"red": ["m0"], "blue": ["m0"]})
     with monkeypatch.context() as patch:
         patch.setattr(PolicyTable, "commit", break_at_blue)
         with pytest.raises(KeyboardInterrupt):
@@ -134,40 +134,40 @@ def test_g2_a_commit_record_that_is_not_what_was_trained_is_refused(
 ) -> None:
     _train_both(store)
     with pytest.raises(InvariantError, match=r"the record and the rows differ in micro-batches \['m.'\]"):
-        run(store.commit(commit_record(**micro_batches)))
+        run(store.commit(commit_record(micro_batches)))
     assert run(store.trained_ids(0)) == {}
 
 
 def test_versions_rise_by_one(store: SqliteStore) -> None:
     _train_both(store)
-    record = commit_record(red=["m0"], blue=["m0"])
+    record = commit_record({"red": ["m0"], "blue": ["m0"]})
     with pytest.raises(InvariantError, match="commit of step 0 makes version 3, not one more"):
         run(store.commit(dataclasses.replace(record, policy_version=3)))
     run(store.commit(record))
     run(store.open_step(dispatch(step=2)))
     with pytest.raises(InvariantError, match="commit of version 3: the newest committed version is 1"):
-        run(store.commit(commit_record(step=2)))
+        run(store.commit(commit_record({}, step=2)))
     with pytest.raises(InvariantError, match="commit of step 1: it was never dispatched"):
-        run(store.commit(commit_record(step=1)))
+        run(store.commit(commit_record({}, step=1)))
 
 
 def test_a_policy_that_did_not_act_is_committed_without_rows(store: SqliteStore) -> None:
     _train_both(store)
-    record = commit_record(red=["m0"], blue=["m0"], green=[])
+    record = commit_record({"red": ["m0"], "blue": ["m0"], "green": []})
     run(store.commit(record))
     assert run(store.last_commit()) == record
 
 
 def test_rewind_forgets_from_a_step_on_and_keeps_what_is_before(store: SqliteStore) -> None:
     _train_both(store)
-    first = commit_record(red=["m0"], blue=["m0"])
+    first = commit_record({"red": ["m0"], "blue": ["m0"]})
     run(store.commit(first))
     later = key(step=1)
     run(store.open_step(dispatch(step=1)))
     make_ready(store, later)
     acknowledge(store, later)
     run(store.seal(HOLDER, dataclasses.replace(seal_record(1, ["m0"]), step=1)))
-    run(store.commit(commit_record(step=1, red=["m0"])))
+    run(store.commit(commit_record({"red": ["m0"]}, step=1)))
     run(store.open_step(dispatch(step=2)))
     put_trajectory(store, [key(step=2)])
 

@@ -1,6 +1,6 @@
 """How samples are grouped by length, beside every possible cut."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -20,7 +20,7 @@ def cheapest(lengths: list[int], overhead_tokens: int) -> int:
     for count in range(len(order)):
         for cut in combinations(range(1, len(order)), count):
             ends = [0, *cut, len(order)]
-            batches = [order[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+            batches = [order[start:end] for start, end in pairwise(ends)]
             costs.append(cost(batches, lengths, overhead_tokens))
     return min(costs)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,7 +166,7 @@ def test_policies_that_swap_through_the_object_plane_equal_each_alone(
     """G6: A-B-A on one process each time, state and unfinished cache moved out and in, equals A alone, bit for bit."""
     objects = MemoryObjectPlane()
     other = write_tiny_model(tmp_path, seed=1)
-    settings = {"warmup_steps": 5, "weight_decay": 0.1, "max_grad_norm": 0.5}
+    settings: dict[str, Any] = {"warmup_steps": 5, "weight_decay": 0.1, "max_grad_norm": 0.5}
     rounds = [SAMPLES[:2], SAMPLES[1:], SAMPLES[2:]]
     expected = []
     for place in (folder, other):

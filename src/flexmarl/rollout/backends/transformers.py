@@ -25,6 +25,8 @@ from flexmarl.core.records import GenerationRequest
 from flexmarl.models import FlatParameters, new_causal_lm
 from flexmarl.rollout.backends.forward import Forward, HuggingFaceForward
 from flexmarl.rollout.backends.kv_cache import SlotCache
+from flexmarl.rollout.backends.llama import LlamaForward
+from flexmarl.rollout.backends.passes import decode_pass, prefill_pass
 from flexmarl.rollout.backends.requests import check_request
 from flexmarl.rollout.backends.sampling import draw_tokens
 from flexmarl.rollout.backends.slots import SlotTable
@@ -58,7 +60,7 @@ class TransformersBackend:
         self._context_tokens = int(config.max_position_embeddings)
         self._vocabulary_size = int(config.vocab_size)
         self._cache = new_slot_cache(model, num_slots)
-        self._forward: Forward = HuggingFaceForward(model, self._cache)
+        self._forward = new_forward(model)
         self._slots = SlotTable(num_slots=num_slots, vocabulary_size=self._vocabulary_size)
         self._waiting: deque[GenerationRequest] = deque()
         self._steps_since_admission = 0
@@ -108,8 +110,8 @@ class TransformersBackend:
             if self._slots.num_live:
                 tokens, positions = self._slots.feed()
                 num_columns = int(positions.max()) + 1
-                logits = self._forward.decode(torch.from_numpy(tokens), torch.from_numpy(positions), num_columns)
-                self._draw(0, logits, describe, answers)
+                inputs = decode_pass(self._cache, torch.from_numpy(tokens), torch.from_numpy(positions), num_columns)
+                self._draw(0, self._forward(inputs), describe, answers)
         except (RuntimeError, IndexError, ValueError) as error:
             raise BackendError(
                 f"the engine failed with {self._slots.num_live} running sequences: {type(error).__name__}: {error}"
@@ -126,8 +128,8 @@ class TransformersBackend:
             first = self._slots.num_live
             self._slots.enter(newcomers, context_tokens=self._context_tokens)
             self._cache.reserve(max(self._num_columns_needed(request) for request in newcomers))
-            logits = self._forward.prefill([request.prompt_tokens for request in newcomers], first)
-            self._draw(first, logits, describe, answers)
+            inputs, rows = prefill_pass(self._cache, [request.prompt_tokens for request in newcomers], first)
+            self._draw(first, self._forward(inputs)[rows], describe, answers)
 
     def _next_newcomers(self) -> list[GenerationRequest]:
         """Take waiting requests, first come first, as many as fit into slots and one prefill pass."""
@@ -170,6 +172,11 @@ class TransformersBackend:
         moved = self._slots.leave(slot)
         if moved != slot:
             self._cache.move(moved, slot, self._slots.num_cached(slot))
+
+
+def new_forward(model: Any) -> Forward:
+    """Return the fastest forward for a Hugging Face model."""
+    return LlamaForward(model) if LlamaForward.serves(model) else HuggingFaceForward(model)
 
 
 def new_slot_cache(model: Any, num_slots: int) -> SlotCache:

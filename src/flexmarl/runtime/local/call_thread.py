@@ -65,6 +65,8 @@ class CallThread:
         self._jobs.put(lambda: _set_from_thread(loop, drained))
         self._jobs.put(None)
         await asyncio.wait([drained], timeout=timeout_s)
+        if drained.done():
+            self._thread.join()  # it has only to leave its loop
         return drained.done()
 
     def _run(self) -> None:

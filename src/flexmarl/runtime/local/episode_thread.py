@@ -182,6 +182,7 @@ class LoopWatchdog:
     def stop(self) -> None:
         """End; called on the loop."""
         self._stopped.set()
+        self._thread.join()  # it waits for nothing else
 
     def _tick(self) -> None:
         if not self._stopped.is_set():

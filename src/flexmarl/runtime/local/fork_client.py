@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -190,7 +191,7 @@ class ForkServerClient:
         os.close(self._pidfd)
         # The kernel has killed the children; what they had started, in groups of its own, is found by its mark.
         kill_marked(self._settings.mark)
-        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         reason = f"its fork server ended: {self._failure or how}"
         if not self._is_let_go:
             logger.error("the fork server ended (%s); see %s", self._failure or how, self._settings.log_path)

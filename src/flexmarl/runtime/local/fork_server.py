@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from flexmarl.runtime.local.worker_process import run_worker_process
 
 MAX_MESSAGE_BYTES = 128 * 1024
 _END_WAIT_S = 5.0
+_THREAD_END_S = 0.5
+"""A joined thread is gone from the kernel within this time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,9 +193,12 @@ def _exit_reason(status: int) -> str:
     return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
-def num_threads() -> int:
-    """Return how many threads this process has, those of C libraries included."""
-    return len(os.listdir("/proc/self/task"))
+def _count_threads() -> int:
+    """Return how many threads this process has, those of C libraries included, once ended ones have left the kernel."""
+    deadline_s = time.monotonic() + _THREAD_END_S
+    while (count := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    return count
 
 
 def main(argv: list[str]) -> None:
@@ -214,7 +220,7 @@ def main(argv: list[str]) -> None:
             {"op": "failed", "reason": f"cannot import the preloaded modules: {type(error).__name__}: {error}"}
         )
         raise
-    server.report({"op": "ready", "num_threads": num_threads()})
+    server.report({"op": "ready", "num_threads": _count_threads()})
     server.serve()
 
 

@@ -10,6 +10,8 @@ import asyncio
 import logging
 import os
 import re
+import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,6 +40,8 @@ T = TypeVar("T")
 
 _CALLS_TIMEOUT_S = 30.0
 """Accepted calls (writes of the store) may take this long when the runtime closes."""
+_THREADS_TIMEOUT_S = 0.5
+"""Threads of ended workers have only their last lines to run; one that user code blocks is left, as a daemon."""
 
 
 class LocalRuntime:
@@ -66,6 +70,7 @@ class LocalRuntime:
         self._clock = MonotonicClock()
         self._objects = HostObjectPlane(object_folder)
         self._workers: dict[WorkerId, SupervisedWorker] = {}
+        self._threads: list[threading.Thread] = []
         self._server: ForkServerClient | None = None
         self._num_servers = 0
         self._closing: asyncio.Task[None] | None = None
@@ -111,6 +116,11 @@ class LocalRuntime:
         return self._objects
 
     @property
+    def object_folder(self) -> Path:
+        """Where the run's objects lie, until `close`."""
+        return self._object_folder
+
+    @property
     def fork_server_pid(self) -> int | None:
         """Process id of the running fork server."""
         return self._server.pid if self._server is not None else None
@@ -137,7 +147,7 @@ class LocalRuntime:
     def _host(self, spec: WorkerSpec, on_fact: Callable[[WorkerId, object], None]) -> SupervisedWorker:
         if spec.kind is ServiceKind.EPISODE_WORKER or self._config.inline:
             host = EpisodeThread if spec.kind is ServiceKind.EPISODE_WORKER else ThreadWorker
-            return host(
+            worker = host(
                 spec=spec,
                 on_fact=on_fact,
                 config=self._config,
@@ -145,6 +155,8 @@ class LocalRuntime:
                 on_over=self._forget,
                 objects=self._objects,
             )
+            self._threads = [*(thread for thread in self._threads if thread.is_alive()), worker.thread]
+            return worker
         return ProcessWorker(
             spec=spec,
             on_fact=on_fact,
@@ -203,6 +215,14 @@ class LocalRuntime:
             worker.finish("did not end")
         if not await self._calls.close(_CALLS_TIMEOUT_S):
             logger.error("a call of the runtime did not return within %g s", _CALLS_TIMEOUT_S)
+        self._join_threads()
         kill_marked(self._mark)
         remove_run_folder(self._object_folder)
         self._record_path.unlink(missing_ok=True)
+
+    def _join_threads(self) -> None:
+        deadline_s = time.monotonic() + _THREADS_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+            if thread.is_alive():
+                logger.warning("thread %r does not end; it is left as a daemon", thread.name)

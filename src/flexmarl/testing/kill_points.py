@@ -1,0 +1,64 @@
+"""The command line in a process that kills itself at a chosen point: `python -m flexmarl.testing.kill_points POINT ...`.
+
+POINT is `event:KIND:N` (as the N-th event of this kind is about to be logged, counted from 1; `event:work_done/PREFIX:N`
+looks at the work's name too) or `AUDIT:TEXT:N` (as the N-th audit event `open`, `os.rename`, `os.mkdir` or
+`shutil.rmtree` with TEXT in its first path is about to happen). The remaining arguments are those of `flexmarl`.
+"""
+
+import os
+import signal
+import sys
+
+from flexmarl.cli.commands import app
+from flexmarl.core.codec import kind_of
+from flexmarl.telemetry import EventLog
+
+
+class _Countdown:
+    def __init__(self, count: int) -> None:
+        self._left = count
+
+    def tick(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _KillingLog:
+    """Wraps `EventLog.emit`."""
+
+    def __init__(self, kind: str, countdown: _Countdown) -> None:
+        self._kind, _, self._prefix = kind.partition("/")
+        self._countdown = countdown
+        self._emit = EventLog.emit
+
+    def install(self) -> None:
+        def emit(log: EventLog, record: object, *, source: str = "orchestrator") -> int:
+            if kind_of(record) == self._kind and str(getattr(record, "name", "")).startswith(self._prefix):
+                self._countdown.tick()
+            return self._emit(log, record, source=source)
+
+        EventLog.emit = emit  # type: ignore[method-assign]
+
+
+def _install_audit(event: str, text: str, countdown: _Countdown) -> None:
+    def hook(name: str, arguments: tuple[object, ...]) -> None:
+        if name == event and text in str(arguments[0]):
+            countdown.tick()
+
+    sys.addaudithook(hook)
+
+
+def main(argv: list[str]) -> None:
+    """Run `flexmarl argv[1:]` with a point to die at."""
+    source, what, count = argv[0].split(":")
+    countdown = _Countdown(int(count))
+    if source == "event":
+        _KillingLog(what, countdown).install()
+    else:
+        _install_audit(source, what, countdown)
+    app(prog_name="flexmarl", args=argv[1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,243 @@
+"""Real runs in tests: the command line in a process of its own, its workers, and what it has trained.
+
+Each `RunLab` has a registry of its own (TMPDIR), so that its runs and those of others do not see each other.
+"""
+
+import asyncio
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flexmarl.core.ids import PolicyName, SampleKey
+from flexmarl.core.records import CommitRecord
+from flexmarl.objects import list_run_folders
+from flexmarl.runtime.local.process_control import MARK_VARIABLE, start_time_ticks
+from flexmarl.store import SqliteStore
+from flexmarl.store.schema import decode_record
+
+T = TypeVar("T")
+
+FLEXMARL = (sys.executable, "-m", "flexmarl.cli")
+
+
+def scripted_config() -> dict[str, Any]:
+    """Return the configuration of a small run without a model: two policies, 4 steps of 3 queries x 3 trajectories.
+
+    Turns end at different times; micro-batches are small, so that a step has several per policy.
+    """
+    return {
+        "run": {"name": "scripted"},
+        "data": {"source": "flexmarl.testing.teams:load_queries"},
+        "workflow": {"path": "flexmarl.testing.teams:pair"},
+        "policies": {"wr": {"model": "none"}, "ju": {"model": "none"}},
+        "agents": {"writer": {"policy": "wr"}, "judge": {"policy": "ju"}},
+        "algorithm": {"truncated": "train"},
+        "pipeline": {"num_steps": 4, "queries_per_step": 3, "trajectories_per_query": 3},
+        "rollout": {"backend": {"kind": "scripted", "token_s": 0.002}, "max_new_tokens": 24},
+        "training": {"backend": {"kind": "scripted", "token_s": 0.0002}, "micro_batch_tokens": 80, "seal_every": 2},
+        "checkpoint": {"every": 2},
+        "eval": {"at_ends": False},
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedStep:
+    """What a committed step has done."""
+
+    weights_digests: Mapping[PolicyName, str]
+    keys: Mapping[PolicyName, tuple[SampleKey, ...]]
+
+
+def trained_steps(run_dir: Path) -> dict[int, TrainedStep]:
+    """Return the committed steps in the store of a run that has ended."""
+    with sqlite3.connect(f"file:{run_dir}/store/index.db?mode=ro", uri=True) as connection:
+        rows = connection.execute("SELECT record FROM commits ORDER BY step").fetchall()
+    connection.close()
+    commits = [decode_record(CommitRecord, text) for (text,) in rows]
+    return asyncio.run(_trained_steps(run_dir, commits))
+
+
+async def _trained_steps(run_dir: Path, commits: Sequence[CommitRecord]) -> dict[int, TrainedStep]:
+    store = await SqliteStore.open(run_dir / "store", _call_inline)
+    try:
+        return {
+            commit.step: TrainedStep(
+                weights_digests={policy: entry.weights_digest for policy, entry in commit.policies.items()},
+                keys={policy: tuple(keys) for policy, keys in (await store.trained_ids(commit.step)).items()},
+            )
+            for commit in commits
+        }
+    finally:
+        await store.close()
+
+
+async def _call_inline(function: Callable[..., T], *args: object, cost_s: float = 0.0) -> T:
+    return function(*args)
+
+
+def count_rows(run_dir: Path, status: str) -> int:
+    """Return how many rows of a run, which may be live, are in a status."""
+    path = run_dir / "store" / "index.db"
+    if not path.exists():
+        return 0
+    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    try:
+        tables = [row[0] for row in connection.execute("SELECT 'rows_' || number FROM policies")]
+        return sum(
+            connection.execute(f"SELECT count(*) FROM {table} WHERE status=?", (status,)).fetchone()[0]
+            for table in tables
+        )
+    except sqlite3.OperationalError:  # the run is just making it
+        return 0
+    finally:
+        connection.close()
+
+
+def wait_until(is_true: Callable[[], T], what: str, *, timeout_s: float = 60.0) -> T:
+    """Return the first true value of `is_true()`; fail after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := is_true()):
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(0.005)
+    return value
+
+
+class LiveRun:
+    """A command that runs in a process of its own. Use as a context: its end kills what is left."""
+
+    def __init__(self, process: subprocess.Popen[str], registry: Path, output: Path) -> None:
+        """Take over a started process; `RunLab.start` makes one."""
+        self.process = process
+        self._registry = registry
+        self._output = output
+        self._mark: str | None = None
+
+    def mark(self) -> str:
+        """Wait until the run has a runtime; return the mark of its processes."""
+        if self._mark is None:
+            self._mark = wait_until(self._find_mark, f"a runtime of pid {self.process.pid}\n{self.output()}")
+        return self._mark
+
+    def _find_mark(self) -> str | None:
+        if self.process.poll() is not None:
+            raise AssertionError(f"the run ended with exit code {self.process.returncode}\n{self.output()}")
+        for path in self._registry.glob("flexmarl-*/*.json"):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record["pid"] == self.process.pid:
+                return str(record["mark"])
+        return None
+
+    def worker_pid(self, name: str) -> int:
+        """Wait until a worker whose name begins so (`instance-wr`, `trainer-wr`, `fork_server`) runs; return its id."""
+        self.mark()
+        return wait_until(lambda: self.workers().get(f"fm:{name}"[:15]), f"worker {name}\n{self.output()}")
+
+    def workers(self) -> dict[str, int]:
+        """Return the ids of the run's live worker processes by their names, which the kernel cuts at 15 bytes."""
+        return {_comm(pid): pid for pid in _marked(self.mark())}
+
+    def output(self) -> str:
+        """Return what the command has printed so far."""
+        return self._output.read_text(encoding="utf-8", errors="replace")
+
+    def wait(self, timeout_s: float = 90.0) -> int:
+        """Wait for the end; return the exit code, negative for a signal."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s:g} s:\n{self.output()}") from None
+
+    def check_nothing_is_left(self, *, timeout_s: float = 10.0) -> None:
+        """Fail unless, soon after its end, no process and no object folder of the run is left."""
+        wait_until(lambda: not self.left(), f"an end of {self.left()}", timeout_s=timeout_s)
+
+    def left(self) -> list[str]:
+        """Return what there is of the run: processes, object folders, records."""
+        processes = [] if self._mark is None else [f"{_comm(pid)} ({pid})" for pid in _marked(self._mark)]
+        folders = [str(path) for path in list_run_folders() if f"-{self.process.pid}-" in path.name]
+        records = [str(path) for path in self._registry.glob(f"flexmarl-*/{self._mark}.json")]
+        return processes + folders + records
+
+    def __enter__(self) -> "LiveRun":
+        """Return the run itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kill the command; its workers end with it."""
+        self.process.kill()
+        self.process.wait()
+
+
+class RunLab:
+    """Starts commands in a folder of a test."""
+
+    def __init__(self, folder: Path) -> None:
+        """Work in `folder`."""
+        self.folder = folder
+        self._registry = folder / "registry"
+        self._registry.mkdir()
+        self._num_runs = 0
+
+    def write_config(self, config: Mapping[str, Any], name: str = "run.yaml") -> Path:
+        """Write a configuration and return its file."""
+        path = self.folder / name
+        path.write_text(json.dumps(config), encoding="utf-8")
+        return path
+
+    def start(
+        self, *arguments: str | Path, command: Sequence[str] = FLEXMARL, preexec: Callable[[], None] | None = None
+    ) -> LiveRun:
+        """Start `flexmarl ARGUMENTS`; `preexec` is called in the new process before it."""
+        self._num_runs += 1
+        output = self.folder / f"output{self._num_runs}.txt"
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [*command, *arguments],
+                cwd=self.folder,
+                env={**os.environ, "TMPDIR": str(self._registry)},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
+                process_group=0,
+                preexec_fn=preexec,
+            )
+        return LiveRun(process, self._registry, output)
+
+    def run(self, *arguments: str | Path, expect: int = 0, **options: Any) -> str:
+        """Run `flexmarl ARGUMENTS` to its end; fail unless it exits with code `expect`. Returns what it printed."""
+        with self.start(*arguments, **options) as run:
+            code = run.wait(150.0)
+            output = run.output()
+            assert code == expect, f"exit code {code}, expected {expect}:\n{output}"
+            run.check_nothing_is_left()
+        return output
+
+
+def _marked(mark: str) -> list[int]:
+    needle = f"{MARK_VARIABLE}={mark}".encode()
+    found = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and start_time_ticks(int(entry.name)) is not None:
+            try:
+                environment = Path(f"/proc/{entry.name}/environ").read_bytes()
+            except OSError:  # ended, or not ours
+                continue
+            if needle in environment:
+                found.append(int(entry.name))
+    return found
+
+
+def _comm(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
+    except OSError:  # ended
+        return "ended"

@@ -1,0 +1,1 @@
+"""Built-in tasks: queries and their verifiers; one module each."""

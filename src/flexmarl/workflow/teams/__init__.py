@@ -1,0 +1,1 @@
+"""Built-in teams; one module each."""
