@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 import pytest
 
 import flexmarl
-from flexmarl.api import build, train
+from flexmarl.api import train
 from flexmarl.config import RuntimeConfig, parse_config
 from flexmarl.core.events import MicroBatchLeased, RunEnded, StepCommitted
 from flexmarl.core.ids import WorkerId
 from flexmarl.core.messages import TrajectoryEnded, WorkerExited
 from flexmarl.core.protocols import WorkerHandle, WorkerSpec
+from flexmarl.runtime import simulated
 from flexmarl.runtime.simulated import SimulatedRuntime, VirtualTimeLoop
 from flexmarl.telemetry import read_events
 
@@ -123,7 +124,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     def run(num_slots: int | None, name: str = "", turn: int = 0) -> tuple[RunOutcome, int]:
         folder = tmp_path / str(next(numbers))
         killer = Killer(name, turn)
-        monkeypatch.setattr(build, "run_virtual", killer.run)
+        monkeypatch.setattr(simulated, "run_virtual", killer.run)
         result = train(parse_config(settings(folder, num_slots)))
         return RunOutcome(folder / "events.jsonl", result.summary), killer.num_turns
 

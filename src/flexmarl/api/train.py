@@ -8,9 +8,11 @@ from typing import Any
 
 from flexmarl.api.build import CheckedInputs, build_parts, check_inputs, run_on
 from flexmarl.api.resume import first_state, resumed_state, write_baseline
+from flexmarl.api.workers import model_folder, needs_model
 from flexmarl.config import RootConfig, resolved_yaml
 from flexmarl.core.errors import ConfigError
 from flexmarl.core.protocols import Runtime
+from flexmarl.models import export_model
 from flexmarl.orchestrator.parts import RunResult
 from flexmarl.orchestrator.reports import evaluation_report, evaluation_summary, policy_summary
 from flexmarl.orchestrator.run import Orchestrator
@@ -83,6 +85,8 @@ async def _train(
         loop = asyncio.get_running_loop()
         with stop_signals(lambda name: loop.call_soon_threadsafe(orchestrator.request_stop, name)):
             result = await orchestrator.run()
+        if needs_model(config):
+            await _export(config, result, folder, runtime)
     finally:
         if parts is not None:
             parts.metrics.close()
@@ -92,6 +96,14 @@ async def _train(
     folder.write_summary(summary)
     listener.on_end(_run_summary(config, folder, result, duration_s))
     return TrainResult(run_dir=folder.path, summary=summary, stopped_by=result.stopped_by)
+
+
+async def _export(config: RootConfig, result: RunResult, folder: RunFolder, runtime: Runtime) -> None:
+    """Write each policy's newest weights as a model folder."""
+    for policy, update in result.updates.items():
+        source = Path(model_folder(config, policy))
+        weights = runtime.objects.packed(update.weights_key)
+        await runtime.call(export_model, weights, source, folder.export_path / policy)
 
 
 def _summary(config: RootConfig, result: RunResult, memory: PeakMemory, duration_s: float) -> dict[str, Any]:
@@ -108,6 +120,8 @@ def _summary(config: RootConfig, result: RunResult, memory: PeakMemory, duration
 
 def _run_summary(config: RootConfig, folder: RunFolder, result: RunResult, duration_s: float) -> RunSummary:
     files = {"summary": str(folder.path / "summary.json"), "metrics": str(folder.metrics_path)}
+    if needs_model(config):
+        files["trained models"] = str(folder.export_path)
     if result.checkpoint is not None:
         files["checkpoint"] = str(result.checkpoint)
     return RunSummary(

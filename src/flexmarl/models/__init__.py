@@ -3,7 +3,7 @@
 Importing this package imports neither torch nor transformers; the functions that need them do.
 """
 
-from flexmarl.models.export import export_causal_lm
+from flexmarl.models.export import export_model
 from flexmarl.models.flat import FlatParameters
 from flexmarl.models.folder import context_length, resolve_model_folder, shipped_models
 from flexmarl.models.load import load_causal_lm, new_causal_lm
@@ -15,7 +15,7 @@ __all__ = [
     "FlatParameters",
     "ScriptedTokenizer",
     "context_length",
-    "export_causal_lm",
+    "export_model",
     "load_causal_lm",
     "load_tokenizer",
     "new_causal_lm",

@@ -1,15 +1,13 @@
-"""Writing a trained policy as a folder that transformers, vLLM and this system load."""
+"""Writing trained weights as a folder that transformers, vLLM and this system load. Without torch."""
 
+import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from flexmarl.core.errors import BackendError
-from flexmarl.models.load import without_progress_bars
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
+from flexmarl.core.errors import StoreError
+from flexmarl.core.layout import PackedObject
+from flexmarl.models.folder import read_json
+from flexmarl.objects import write_safetensors
 
 _COPIED = (
     "tokenizer*",
@@ -22,39 +20,37 @@ _COPIED = (
 )
 
 
-def export_causal_lm(model: "PreTrainedModel", source_folder: Path, target: Path) -> None:
-    """Write `model` to `target`, with the tokenizer, chat template and generation settings of `source_folder`.
+def export_model(weights: PackedObject, source_folder: Path, target: Path) -> None:
+    """Write a policy's weights to `target` as a Hugging Face folder.
 
-    A folder that is there already is replaced once the new one is complete.
+    Everything but the weights comes from `source_folder`, the folder that the policy started from; the model's type in
+    config.json becomes that of the weights. A folder that is there already is replaced once the new one is complete.
 
     Raises:
-        BackendError: a file cannot be written.
+        StoreError: a file cannot be written.
     """
-    partial = target.with_name(f".{target.name}.partial")
+    draft = target.with_name(f".{target.name}.draft")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        with without_progress_bars():
-            model.save_pretrained(partial, state_dict=_detached_state(model))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
         for pattern in _COPIED:
             for path in source_folder.glob(pattern):
-                shutil.copyfile(path, partial / path.name)
+                shutil.copyfile(path, draft / path.name)
+        config = {**read_json(source_folder / "config.json"), "dtype": _dtype(weights)}
+        config.pop("torch_dtype", None)
+        (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_safetensors(draft / "model.safetensors", weights, metadata={"format": "pt"})
         if target.exists():
             shutil.rmtree(target)
-        partial.rename(target)
-    except (OSError, RuntimeError) as error:
-        raise BackendError(f"cannot export to {target}: {error}") from error
+        draft.rename(target)
+    except OSError as error:
+        raise StoreError(f"cannot export to {target}: {error}; free space or change run.dir") from error
 
 
-def _detached_state(model: "PreTrainedModel") -> "dict[str, Tensor]":
-    """Return copies of the weights; tied names share one copy, as transformers expects.
-
-    The parameters themselves may be views of one buffer, which transformers would take for one shared tensor.
-    """
-    copies: dict[int, Tensor] = {}
-    state = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        place = tensor.data_ptr() if tensor.numel() else id(tensor)
-        if place not in copies:
-            copies[place] = tensor.detach().clone()
-        state[name] = copies[place]
-    return state
+def _dtype(weights: PackedObject) -> str:
+    """Return the type that most bytes of the weights have."""
+    num_bytes: dict[str, int] = {}
+    for entry in weights.layout.entries:
+        num_bytes[entry.dtype] = num_bytes.get(entry.dtype, 0) + entry.num_bytes
+    return max(num_bytes, key=lambda dtype: num_bytes[dtype])

@@ -12,14 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import safetensors
-
 from flexmarl.core.codec import from_plain, to_plain
 from flexmarl.core.errors import ConfigError, StoreError
 from flexmarl.core.ids import ObjectKey, PolicyName
-from flexmarl.core.layout import Layout, PackedObject
+from flexmarl.core.layout import Layout
 from flexmarl.core.protocols import ObjectPlane
+from flexmarl.objects import read_safetensors, write_safetensors
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -97,7 +95,7 @@ def write_checkpoint(
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)
         _sync(folder)
-    except (OSError, safetensors.SafetensorError) as error:
+    except (OSError, StoreError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise StoreError(f"cannot write checkpoint {target}: {error}; free space or change run.dir") from error
     for _, old in list_checkpoints(folder)[:-keep_last]:
@@ -141,51 +139,23 @@ def load_policy_state(checkpoint: Path, policy: PolicyName, manifest: Manifest, 
         StoreError: the file is missing or damaged.
     """
     entry = manifest.policies[policy]
-    path = checkpoint / entry.file
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error}") from error
-    if hashlib.sha256(content).hexdigest() != entry.file_sha256:
-        raise StoreError(
-            f"{path} is damaged: its SHA-256 is not the manifest's; remove {checkpoint} to use an older one"
-        )
-    tensors = dict(safetensors.deserialize(content))  # type: ignore[no-untyped-call]
-    buffer = memoryview(bytearray(entry.layout.num_bytes))
-    for item in entry.layout.entries:
-        buffer[item.offset_bytes : item.offset_bytes + item.num_bytes] = tensors[item.name]["data"]
+    packed = read_safetensors(checkpoint / entry.file, entry.layout, sha256=entry.file_sha256)
     key = ObjectKey("state", policy, entry.weights_version)
-    objects.set(key, PackedObject(layout=entry.layout, buffer=buffer)).result(SET_TIMEOUT_S)
+    objects.set(key, packed).result(SET_TIMEOUT_S)
     return key
 
 
 def _save_policy(draft: Path, policy: PolicyName, state: PolicyToSave, objects: ObjectPlane) -> PolicyCheckpoint:
     packed = objects.packed(state.state_key)
     name = f"{policy}.safetensors"
-    write_safetensors(draft / name, packed)
+    sha256 = write_safetensors(draft / name, packed)
     return PolicyCheckpoint(
         weights_version=state.weights_version,
         weights_digest=state.weights_digest,
         file=name,
-        file_sha256=hashlib.sha256((draft / name).read_bytes()).hexdigest(),
+        file_sha256=sha256,
         layout=packed.layout,
     )
-
-
-def write_safetensors(path: Path, packed: PackedObject, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write the tensors as a safetensors file, synced to disk."""
-    start = np.frombuffer(packed.buffer, dtype=np.uint8).ctypes.data
-    specs = {
-        entry.name: safetensors.TensorSpec(
-            dtype=entry.dtype,
-            shape=entry.shape,
-            data_ptr=start + entry.offset_bytes,
-            data_len=entry.num_bytes,
-        )
-        for entry in packed.layout.entries
-    }
-    safetensors.serialize_file(specs, str(path), metadata=dict(metadata) if metadata else None)
-    _sync(path)
 
 
 def _write_synced(path: Path, content: bytes) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,9 +58,8 @@ class TrainedStep:
 
 def trained_steps(run_dir: Path) -> dict[int, TrainedStep]:
     """Return the committed steps in the store of a run that has ended."""
-    with sqlite3.connect(f"file:{run_dir}/store/index.db?mode=ro", uri=True) as connection:
+    with closing(_open_index(run_dir)) as connection:
         rows = connection.execute("SELECT record FROM commits ORDER BY step").fetchall()
-    connection.close()
     commits = [decode_record(CommitRecord, text) for (text,) in rows]
     return asyncio.run(_trained_steps(run_dir, commits))
 
@@ -87,17 +87,17 @@ def count_rows(run_dir: Path, status: str) -> int:
     path = run_dir / "store" / "index.db"
     if not path.exists():
         return 0
-    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     try:
-        tables = [row[0] for row in connection.execute("SELECT 'rows_' || number FROM policies")]
-        return sum(
-            connection.execute(f"SELECT count(*) FROM {table} WHERE status=?", (status,)).fetchone()[0]
-            for table in tables
-        )
+        with closing(_open_index(run_dir)) as connection:
+            names = connection.execute("SELECT name FROM sqlite_master WHERE type='table' AND name GLOB 'rows_*'")
+            counts = [f'SELECT count(*) FROM "{name}" WHERE status=?' for (name,) in names.fetchall()]
+            return sum(connection.execute(count, (status,)).fetchone()[0] for count in counts)
     except sqlite3.OperationalError:  # the run is just making it
         return 0
-    finally:
-        connection.close()
+
+
+def _open_index(run_dir: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"file:{run_dir}/store/index.db?mode=ro", uri=True)
 
 
 def wait_until(is_true: Callable[[], T], what: str, *, timeout_s: float = 60.0) -> T:
@@ -138,7 +138,11 @@ class LiveRun:
     def worker_pid(self, name: str) -> int:
         """Wait until a worker whose name begins so (`instance-wr`, `trainer-wr`, `fork_server`) runs; return its id."""
         self.mark()
-        return wait_until(lambda: self.workers().get(f"fm:{name}"[:15]), f"worker {name}\n{self.output()}")
+        start = f"fm:{name}"
+        return wait_until(
+            lambda: next((pid for found, pid in self.workers().items() if found.startswith(start)), None),
+            f"worker {name} among {self.workers()}\n{self.output()}",
+        )
 
     def workers(self) -> dict[str, int]:
         """Return the ids of the run's live worker processes by their names, which the kernel cuts at 15 bytes."""

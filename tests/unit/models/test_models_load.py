@@ -12,11 +12,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from flexmarl.core.errors import BackendError, ConfigError
+from flexmarl.core.errors import BackendError, ConfigError, StoreError
 from flexmarl.models import (
     FlatParameters,
     context_length,
-    export_causal_lm,
+    export_model,
     load_causal_lm,
     load_tokenizer,
     new_causal_lm,
@@ -115,7 +115,7 @@ def test_an_exported_policy_loads_as_transformers_and_we_load_folders(folder: Pa
     target.mkdir(parents=True)
     (target / "old").touch()
 
-    export_causal_lm(model, folder, target)
+    export_model(flat.packed(), folder, target)
 
     assert resolve_model_folder(str(target)) == target.resolve()
     assert [path.name for path in target.parent.iterdir()] == ["solver"]
@@ -132,5 +132,5 @@ def test_an_exported_policy_loads_as_transformers_and_we_load_folders(folder: Pa
 def test_an_export_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
-    with pytest.raises(BackendError, match="cannot export to"):
-        export_causal_lm(load_causal_lm(folder), folder, tmp_path / "file" / "solver")
+    with pytest.raises(StoreError, match="cannot export to"):
+        export_model(FlatParameters(load_causal_lm(folder)).packed(), folder, tmp_path / "file" / "solver")

@@ -343,9 +343,11 @@ def test_a_sequence_with_bad_logits_fails_alone_and_leaves_its_slot_clean(tmp_pa
             assert "log-prob nan" in answer.message
         else:
             assert answer.completion.tokens == expected["good"].tokens
-    # The slot of the bad sequence serves again.
-    both = [request_of(name, [1, 2], seed=6, limit=6) for name in "xy"]
-    assert {each.tokens for each in run(backend, both).values()} == {expected["good"].tokens}
+    # The slot of the bad sequence serves again, also beside a longer one, with which all its columns are read.
+    assert (
+        run(backend, [good, request_of("long", range(1, 20), seed=9, limit=6)])["good"].tokens
+        == expected["good"].tokens
+    )
 
 
 def test_loaded_weights_are_used_and_digested(model: Any, tmp_path: Path) -> None:

@@ -179,6 +179,8 @@ def test_g2_release_returns_unsealed_rows_of_that_holder_only(store: SqliteStore
     assert run(store.release(HOLDER)) == [KEYS[1], KEYS[2]]
     assert run(store.release(HOLDER)) == []
     assert counts(store) == {"sealed": 1, "ready": 2, "leased": 1}
+    with pytest.raises(InvariantError, match="micro-batch m0 of 'red', step 0, has been leased before"):
+        lease_of(store, KEYS[1], micro_batch_id="m0")
 
 
 def test_g2_a_released_lease_is_fenced_for_good(store: SqliteStore) -> None:

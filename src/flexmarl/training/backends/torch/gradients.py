@@ -28,9 +28,9 @@ from flexmarl.training.metrics import (
     REWARD_SUM,
 )
 
-FORWARD_OVERHEAD_TOKENS = 64
+FORWARD_OVERHEAD_TOKENS = 128
 """A forward and backward costs about as much, beside its tokens, as so many tokens of a small model."""
-MAX_FORWARD_TOKENS = 4096
+MAX_FORWARD_TOKENS = 2048
 """Padded tokens of one forward: bounds the memory of its activations."""
 
 

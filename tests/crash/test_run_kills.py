@@ -1,0 +1,246 @@
+"""Processes of whole scripted runs are killed in mid-step; the run, or its resume, trains what the undisturbed one did.
+
+Rollouts and training are scripted and take some time per token, so that there is a middle of a step. The gradient of
+scripted training depends on the weights and on every sample, so equal digests mean equal work, once each.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexmarl.core.events import RequestDispatched, WorkerRestarted
+from flexmarl.core.messages import CacheSealed
+from flexmarl.telemetry.event_log import read_events
+from flexmarl.testing.runs import LiveRun, RunLab, TrainedStep, count_rows, scripted_config, trained_steps, wait_until
+
+pytestmark = pytest.mark.crash
+
+KILLING = (sys.executable, "-m", "flexmarl.testing.kill_points")
+GATED_QUERY = 5
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, TrainedStep]:
+    """What the run trains when nobody disturbs it."""
+    lab = RunLab(tmp_path_factory.mktemp("undisturbed"))
+    lab.run("train", lab.write_config(scripted_config()), "run.dir=run")
+    steps = trained_steps(lab.folder / "run")
+    assert sorted(steps) == [0, 1, 2, 3]
+    assert len({step.weights_digests["wr"] for step in steps.values()}) == 4  # type: ignore[index]
+    return steps
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> RunLab:
+    return RunLab(tmp_path)
+
+
+class GatedRun:
+    """A live run whose step with query `GATED_QUERY` cannot end before `open_gate`."""
+
+    def __init__(self, lab: RunLab, **sections: Any) -> None:
+        self.lab = lab
+        self.run_dir = lab.folder / "run"
+        self.gate = lab.folder / "gate"
+        config = scripted_config()
+        config["data"]["options"] = {"gate": str(self.gate), "gated_query": GATED_QUERY}
+        for section, values in sections.items():
+            config.setdefault(section, {}).update(values)
+        self.config = lab.write_config(config)
+        self.live = lab.start("train", self.config, "run.dir=run")
+
+    def wait_for_mid_step(self) -> None:
+        """Return when the gated trajectories wait, some rows are in a gradient cache and none can be added any more."""
+        waiting = self.gate.with_name("gate.waiting")
+        wait_until(waiting.exists, f"a trajectory at the gate\n{self.live.output()}")
+        wait_until(lambda: count_rows(self.run_dir, "acknowledged"), "acknowledged rows")
+
+    def open_gate(self) -> None:
+        self.gate.touch()
+
+    def check_ended(self, undisturbed: dict[int, TrainedStep]) -> None:
+        assert self.live.wait() == 0, self.live.output()
+        self.live.check_nothing_is_left()
+        assert trained_steps(self.run_dir) == undisturbed
+
+    def records(self, kind: type) -> list[Any]:
+        return [event.record for event in read_events(self.run_dir / "events.jsonl") if isinstance(event.record, kind)]
+
+
+@pytest.fixture
+def gated(lab: RunLab) -> Iterator[GatedRun]:
+    run = GatedRun(lab)
+    with run.live:
+        yield run
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def resume_and_check(lab: RunLab, undisturbed: dict[int, TrainedStep]) -> None:
+    lab.run("train", "run", "--resume")
+    assert trained_steps(lab.folder / "run") == undisturbed
+    assert json.loads((lab.folder / "run" / "summary.json").read_text())["steps"] == 4
+    assert [json.loads(line)["step"] for line in (lab.folder / "run" / "metrics.jsonl").open()] == [0, 1, 2, 3]
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+def test_g2_sigkill_of_an_instance_in_mid_step_loses_no_request(
+    gated: GatedRun, undisturbed: dict[int, TrainedStep]
+) -> None:
+    gated.wait_for_mid_step()
+    kill(gated.live.worker_pid("instance-ju"))
+    gated.open_gate()  # the judge's turns of these trajectories are requested while it is dead
+    gated.check_ended(undisturbed)
+    assert [record.worker for record in gated.records(WorkerRestarted)] == ["instance-ju-0"]
+
+
+def test_g2_sigkill_of_an_instance_with_requests_in_flight_retries_them(
+    lab: RunLab, undisturbed: dict[int, TrainedStep]
+) -> None:
+    config = scripted_config()
+    config["rollout"]["backend"]["token_s"] = 0.03
+    with lab.start("train", lab.write_config(config), "run.dir=run") as live:
+        pid = live.worker_pid("instance-wr")
+        wait_until(lambda: count_rows(lab.folder / "run", "partial"), "a finished turn")
+        kill(pid)
+        assert live.wait() == 0, live.output()
+        live.check_nothing_is_left()
+    assert trained_steps(lab.folder / "run") == undisturbed
+    events = [event.record for event in read_events(lab.folder / "run" / "events.jsonl")]
+    retried = [record for record in events if isinstance(record, RequestDispatched) and record.retry == 1]
+    assert retried
+    assert {record.instance_id for record in retried} == {"instance-wr-0"}
+
+
+def test_g2_sigkill_of_a_process_group_in_mid_step_trains_every_row_once(
+    gated: GatedRun, undisturbed: dict[int, TrainedStep]
+) -> None:
+    gated.wait_for_mid_step()
+    kill(gated.live.worker_pid("trainer-wr"))
+    gated.open_gate()
+    gated.check_ended(undisturbed)
+    assert [record.worker for record in gated.records(WorkerRestarted)] == ["trainer-wr"]
+    assert gated.records(CacheSealed)
+
+
+def test_g2_sigkill_of_every_worker_at_once_trains_every_row_once(
+    gated: GatedRun, undisturbed: dict[int, TrainedStep]
+) -> None:
+    gated.wait_for_mid_step()
+    for name in ("instance-wr", "instance-ju", "trainer-wr", "trainer-ju"):
+        kill(gated.live.worker_pid(name))
+    gated.open_gate()
+    gated.check_ended(undisturbed)
+
+
+def test_g2_sigkill_of_the_fork_server_in_mid_step_trains_every_row_once(
+    gated: GatedRun, undisturbed: dict[int, TrainedStep]
+) -> None:
+    gated.wait_for_mid_step()
+    kill(gated.live.worker_pid("fork_server"))
+    gated.open_gate()
+    gated.check_ended(undisturbed)
+    assert len(gated.records(WorkerRestarted)) == 4
+
+
+@pytest.mark.parametrize("name", ["instance-ju", "trainer-ju"])
+def test_g7_a_stopped_worker_is_replaced(lab: RunLab, undisturbed: dict[int, TrainedStep], name: str) -> None:
+    gated = GatedRun(lab, runtime={"heartbeat_timeout_s": 1.0})
+    with gated.live:
+        gated.wait_for_mid_step()
+        os.kill(gated.live.worker_pid(name), signal.SIGSTOP)
+        gated.open_gate()
+        gated.check_ended(undisturbed)
+        (restarted,) = gated.records(WorkerRestarted)
+        assert restarted.reason == "no heartbeat for 1 s"
+
+
+def test_g7_a_worker_that_dies_again_and_again_ends_the_run_with_its_name(gated: GatedRun) -> None:
+    gated.wait_for_mid_step()
+    dead = set()
+    while gated.live.process.poll() is None:
+        for name, pid in gated.live.workers().items():
+            if name.startswith("fm:trainer-wr") and pid not in dead:
+                dead.add(pid)
+                kill(pid)
+        time.sleep(0.01)
+    assert gated.live.wait() == 1
+    assert "the process group of policy wr ended 3 times in a row (training.max_attempts=3)" in gated.live.output()
+    assert "Traceback" not in gated.live.output()
+    gated.live.check_nothing_is_left()
+
+
+# --- the orchestrator -------------------------------------------------------------------------------------------------
+
+
+def test_g2_sigkill_of_the_orchestrator_in_mid_step_and_resume(
+    gated: GatedRun, undisturbed: dict[int, TrainedStep]
+) -> None:
+    gated.wait_for_mid_step()
+    check_live(gated.live)
+    gated.live.process.kill()
+    gated.live.wait()
+    gated.live.check_nothing_is_left(timeout_s=5.0)
+    gated.open_gate()
+    resume_and_check(gated.lab, undisturbed)
+
+
+def check_live(live: LiveRun) -> None:
+    """The look for leftovers does find what there is while the run lives."""
+    kinds = ("fm:fork_server", "fm:trainer-wr", "/dev/shm/flexmarl", ".json")
+    assert all(any(kind in left for left in live.left()) for kind in kinds), live.left()
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "event:step_dispatched:3",
+        "event:group_closed:5",
+        "event:gradient_accumulated:6",
+        "event:cache_sealed:2",
+        "event:update_applied:5",  # the first policy of step 2 has its update, the second has not
+        "event:weights_loaded:7",
+        "event:work_done/store.commit:3",  # durable, but nobody knows yet
+        "event:step_committed:4",
+        "os.mkdir:.step_2.draft:1",
+        "open:step_4.draft/manifest.json:1",
+        "os.rename:.step_4.draft:1",
+        "event:checkpoint_written:1",
+    ],
+)
+def test_g4_sigkill_of_the_orchestrator_at_a_point_and_resume(
+    lab: RunLab, undisturbed: dict[int, TrainedStep], point: str
+) -> None:
+    config = lab.write_config(scripted_config())
+    with lab.start(point, "train", config, "run.dir=run", command=KILLING) as live:
+        live.mark()
+        assert live.wait() == -signal.SIGKILL, live.output()
+        live.check_nothing_is_left(timeout_s=5.0)
+    resume_and_check(lab, undisturbed)
+
+
+def test_g2_two_kills_and_two_resumes(lab: RunLab, undisturbed: dict[int, TrainedStep]) -> None:
+    config = lab.write_config(scripted_config())
+    lab.run("event:group_closed:8", "train", config, "run.dir=run", command=KILLING, expect=-signal.SIGKILL)
+    lab.run("event:group_closed:2", "train", "run", "--resume", command=KILLING, expect=-signal.SIGKILL)
+    resume_and_check(lab, undisturbed)
+
+
+def test_a_checkpoint_cut_short_is_not_taken_for_one(lab: RunLab) -> None:
+    config = lab.write_config(scripted_config())
+    point = "open:step_2.draft/manifest.json:1"
+    lab.run(point, "train", config, "run.dir=run", command=KILLING, expect=-signal.SIGKILL)
+    assert [path.name for path in (lab.folder / "run" / "checkpoints").iterdir()] == [".step_2.draft"]
+    lab.run("train", "run", "--resume")
+    assert sorted(path.name for path in (lab.folder / "run" / "checkpoints").iterdir()) == ["step_2", "step_4"]
