@@ -10,15 +10,18 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flexmarl.core.events import RequestDispatched, WorkerRestarted
+from flexmarl.core.ids import PolicyName
 from flexmarl.core.messages import CacheSealed
 from flexmarl.telemetry.event_log import read_events
-from flexmarl.testing.runs import LiveRun, RunLab, TrainedStep, count_rows, scripted_config, trained_steps, wait_until
+from flexmarl.telemetry.metrics_log import read_metrics
+from flexmarl.testing.runs import LiveRun, RunLab, TrainedStep, lease_ids, scripted_config, trained_steps, wait_until
 
 pytestmark = pytest.mark.crash
 
@@ -26,15 +29,32 @@ KILLING = (sys.executable, "-m", "flexmarl.testing.kill_points")
 GATED_QUERY = 5
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a run has trained."""
+
+    steps: dict[int, TrainedStep]
+    metrics: list[dict[str, Any]]
+    """Of each step, without those of time."""
+
+
+def trained(run_dir: Path) -> Trained:
+    rows = [
+        {name: value for name, value in row.items() if not name.endswith(("_s", "num_failed"))}
+        for row in read_metrics(run_dir / "metrics.jsonl")
+    ]
+    return Trained(trained_steps(run_dir), rows)
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, TrainedStep]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """What the run trains when nobody disturbs it."""
     lab = RunLab(tmp_path_factory.mktemp("undisturbed"))
     lab.run("train", lab.write_config(scripted_config()), "run.dir=run")
-    steps = trained_steps(lab.folder / "run")
-    assert sorted(steps) == [0, 1, 2, 3]
-    assert len({step.weights_digests["wr"] for step in steps.values()}) == 4  # type: ignore[index]
-    return steps
+    result = trained(lab.folder / "run")
+    assert sorted(result.steps) == [row["step"] for row in result.metrics] == [0, 1, 2, 3]
+    assert len({str(step.weights_digests) for step in result.steps.values()}) == 4
+    return result
 
 
 @pytest.fixture
@@ -60,15 +80,15 @@ class GatedRun:
         """Return when the gated trajectories wait, some rows are in a gradient cache and none can be added any more."""
         waiting = self.gate.with_name("gate.waiting")
         wait_until(waiting.exists, f"a trajectory at the gate\n{self.live.output()}")
-        wait_until(lambda: count_rows(self.run_dir, "acknowledged"), "acknowledged rows")
+        wait_until(lambda: lease_ids(self.run_dir, "status='acknowledged'"), "acknowledged rows")
 
     def open_gate(self) -> None:
         self.gate.touch()
 
-    def check_ended(self, undisturbed: dict[int, TrainedStep]) -> None:
+    def check_ended(self, undisturbed: Trained) -> None:
         assert self.live.wait() == 0, self.live.output()
         self.live.check_nothing_is_left()
-        assert trained_steps(self.run_dir) == undisturbed
+        assert trained(self.run_dir) == undisturbed
 
     def records(self, kind: type) -> list[Any]:
         return [event.record for event in read_events(self.run_dir / "events.jsonl") if isinstance(event.record, kind)]
@@ -85,18 +105,17 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def resume_and_check(lab: RunLab, undisturbed: dict[int, TrainedStep]) -> None:
+def resume_and_check(lab: RunLab, undisturbed: Trained) -> None:
     lab.run("train", "run", "--resume")
-    assert trained_steps(lab.folder / "run") == undisturbed
+    assert trained(lab.folder / "run") == undisturbed
     assert json.loads((lab.folder / "run" / "summary.json").read_text())["steps"] == 4
-    assert [json.loads(line)["step"] for line in (lab.folder / "run" / "metrics.jsonl").open()] == [0, 1, 2, 3]
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
 def test_g2_sigkill_of_an_instance_in_mid_step_loses_no_request(
-    gated: GatedRun, undisturbed: dict[int, TrainedStep]
+    gated: GatedRun, undisturbed: Trained
 ) -> None:
     gated.wait_for_mid_step()
     kill(gated.live.worker_pid("instance-ju"))
@@ -106,17 +125,17 @@ def test_g2_sigkill_of_an_instance_in_mid_step_loses_no_request(
 
 
 def test_g2_sigkill_of_an_instance_with_requests_in_flight_retries_them(
-    lab: RunLab, undisturbed: dict[int, TrainedStep]
+    lab: RunLab, undisturbed: Trained
 ) -> None:
     config = scripted_config()
     config["rollout"]["backend"]["token_s"] = 0.03
     with lab.start("train", lab.write_config(config), "run.dir=run") as live:
         pid = live.worker_pid("instance-wr")
-        wait_until(lambda: count_rows(lab.folder / "run", "partial"), "a finished turn")
+        wait_until(lambda: lease_ids(lab.folder / "run", "status='partial'"), "a finished turn")
         kill(pid)
         assert live.wait() == 0, live.output()
         live.check_nothing_is_left()
-    assert trained_steps(lab.folder / "run") == undisturbed
+    assert trained(lab.folder / "run") == undisturbed
     events = [event.record for event in read_events(lab.folder / "run" / "events.jsonl")]
     retried = [record for record in events if isinstance(record, RequestDispatched) and record.retry == 1]
     assert retried
@@ -124,7 +143,7 @@ def test_g2_sigkill_of_an_instance_with_requests_in_flight_retries_them(
 
 
 def test_g2_sigkill_of_a_process_group_in_mid_step_trains_every_row_once(
-    gated: GatedRun, undisturbed: dict[int, TrainedStep]
+    gated: GatedRun, undisturbed: Trained
 ) -> None:
     gated.wait_for_mid_step()
     kill(gated.live.worker_pid("trainer-wr"))
@@ -135,7 +154,7 @@ def test_g2_sigkill_of_a_process_group_in_mid_step_trains_every_row_once(
 
 
 def test_g2_sigkill_of_every_worker_at_once_trains_every_row_once(
-    gated: GatedRun, undisturbed: dict[int, TrainedStep]
+    gated: GatedRun, undisturbed: Trained
 ) -> None:
     gated.wait_for_mid_step()
     for name in ("instance-wr", "instance-ju", "trainer-wr", "trainer-ju"):
@@ -145,7 +164,7 @@ def test_g2_sigkill_of_every_worker_at_once_trains_every_row_once(
 
 
 def test_g2_sigkill_of_the_fork_server_in_mid_step_trains_every_row_once(
-    gated: GatedRun, undisturbed: dict[int, TrainedStep]
+    gated: GatedRun, undisturbed: Trained
 ) -> None:
     gated.wait_for_mid_step()
     kill(gated.live.worker_pid("fork_server"))
@@ -155,7 +174,7 @@ def test_g2_sigkill_of_the_fork_server_in_mid_step_trains_every_row_once(
 
 
 @pytest.mark.parametrize("name", ["instance-ju", "trainer-ju"])
-def test_g7_a_stopped_worker_is_replaced(lab: RunLab, undisturbed: dict[int, TrainedStep], name: str) -> None:
+def test_g7_a_stopped_worker_is_replaced(lab: RunLab, undisturbed: Trained, name: str) -> None:
     gated = GatedRun(lab, runtime={"heartbeat_timeout_s": 1.0})
     with gated.live:
         gated.wait_for_mid_step()
@@ -166,26 +185,36 @@ def test_g7_a_stopped_worker_is_replaced(lab: RunLab, undisturbed: dict[int, Tra
         assert restarted.reason == "no heartbeat for 1 s"
 
 
-def test_g7_a_worker_that_dies_again_and_again_ends_the_run_with_its_name(gated: GatedRun) -> None:
-    gated.wait_for_mid_step()
-    dead = set()
-    while gated.live.process.poll() is None:
-        for name, pid in gated.live.workers().items():
-            if name.startswith("fm:trainer-wr") and pid not in dead:
-                dead.add(pid)
-                kill(pid)
-        time.sleep(0.01)
-    assert gated.live.wait() == 1
-    assert "the process group of policy wr ended 3 times in a row (training.max_attempts=3)" in gated.live.output()
-    assert "Traceback" not in gated.live.output()
-    gated.live.check_nothing_is_left()
+def test_g7_a_row_that_kills_its_process_group_again_and_again_ends_the_run_with_its_name(
+    lab: RunLab, undisturbed: Trained
+) -> None:
+    config = scripted_config()
+    config["training"] |= {"micro_batch_tokens": 1, "seal_every": 100}
+    config["training"]["backend"]["token_s"] = 0.004
+    row = undisturbed.steps[0].keys[PolicyName("ju")][4]
+    poison = f"status='leased' AND step=0 AND query={row.query} AND trajectory={row.trajectory} AND agent='judge'"
+    killed: set[int | None] = set()
+    with lab.start("train", lab.write_config(config), "run.dir=run") as live:
+        live.mark()
+        while live.process.poll() is None and len(killed) < 6:
+            # Other rows are trained in between, so it is not three deaths in a row.
+            for lease_id in set(lease_ids(lab.folder / "run", poison)) - killed:
+                killed.add(lease_id)
+                kill(live.worker_pid("trainer-ju"))
+            time.sleep(0.005)
+        assert live.wait() == 1, live.output()
+        assert len(killed) == 3
+        assert "training.max_attempts=3" in live.output()
+        assert f"(rows {row})" in live.output()
+        assert "Traceback" not in live.output()
+        live.check_nothing_is_left()
 
 
 # --- the orchestrator -------------------------------------------------------------------------------------------------
 
 
 def test_g2_sigkill_of_the_orchestrator_in_mid_step_and_resume(
-    gated: GatedRun, undisturbed: dict[int, TrainedStep]
+    gated: GatedRun, undisturbed: Trained
 ) -> None:
     gated.wait_for_mid_step()
     check_live(gated.live)
@@ -198,6 +227,7 @@ def test_g2_sigkill_of_the_orchestrator_in_mid_step_and_resume(
 
 def check_live(live: LiveRun) -> None:
     """The look for leftovers does find what there is while the run lives."""
+    live.mark()
     kinds = ("fm:fork_server", "fm:trainer-wr", "/dev/shm/flexmarl", ".json")
     assert all(any(kind in left for left in live.left()) for kind in kinds), live.left()
 
@@ -220,7 +250,7 @@ def check_live(live: LiveRun) -> None:
     ],
 )
 def test_g4_sigkill_of_the_orchestrator_at_a_point_and_resume(
-    lab: RunLab, undisturbed: dict[int, TrainedStep], point: str
+    lab: RunLab, undisturbed: Trained, point: str
 ) -> None:
     config = lab.write_config(scripted_config())
     with lab.start(point, "train", config, "run.dir=run", command=KILLING) as live:
@@ -230,11 +260,20 @@ def test_g4_sigkill_of_the_orchestrator_at_a_point_and_resume(
     resume_and_check(lab, undisturbed)
 
 
-def test_g2_two_kills_and_two_resumes(lab: RunLab, undisturbed: dict[int, TrainedStep]) -> None:
+def test_g2_two_kills_and_two_resumes(lab: RunLab, undisturbed: Trained) -> None:
     config = lab.write_config(scripted_config())
     lab.run("event:group_closed:8", "train", config, "run.dir=run", command=KILLING, expect=-signal.SIGKILL)
     lab.run("event:group_closed:2", "train", "run", "--resume", command=KILLING, expect=-signal.SIGKILL)
     resume_and_check(lab, undisturbed)
+
+
+def test_g7_sigkill_of_a_process_group_that_opens_a_resumed_run(lab: RunLab, undisturbed: Trained) -> None:
+    config = lab.write_config(scripted_config())
+    lab.run("event:group_closed:8", "train", config, "run.dir=run", command=KILLING, expect=-signal.SIGKILL)
+    with lab.start("train", "run", "--resume") as live:
+        kill(live.worker_pid("trainer-wr"))
+        assert live.wait() == 0, live.output()
+    assert trained(lab.folder / "run") == undisturbed
 
 
 def test_a_checkpoint_cut_short_is_not_taken_for_one(lab: RunLab) -> None:

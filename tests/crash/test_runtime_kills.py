@@ -222,6 +222,8 @@ def orchestrator(tmp_path: Path) -> Iterator[_Run]:
             yield run
         finally:
             process.kill()
+            process.wait()
+            registry.reap_stale()
 
 
 def test_g7_sigkill_of_the_orchestrator_leaves_no_process_and_no_objects(
@@ -275,21 +277,25 @@ def test_g7_a_stopped_and_continued_orchestrator_keeps_its_workers(orchestrator:
     assert all(is_running(pid) for pid in orchestrator.pids)
 
 
-def test_g7_sigkill_of_the_orchestrator_during_imports_ends_the_fork_server(tmp_path: Path) -> None:
-    (tmp_path / "slow_import_module.py").write_text("import time\ntime.sleep(60)\n")
+@pytest.mark.parametrize("is_importing", [True, False])
+def test_g7_sigkill_of_the_orchestrator_while_the_fork_server_starts(tmp_path: Path, *, is_importing: bool) -> None:
+    mark = tmp_path / "importing"
+    (tmp_path / "slow_module.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(mark)!r}).touch()\ntime.sleep(60)"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-c", _ORCHESTRATOR, str(tmp_path / "run"), "slow_import_module"],
+        [sys.executable, "-c", _ORCHESTRATOR, str(tmp_path / "run"), "slow_module"],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
     )
     assert process.stdout is not None
     with process:
         started = json.loads(process.stdout.readline())
-        time.sleep(0.5)  # it is importing now
-        assert is_running(started["server"])
+        while is_importing and not mark.exists():
+            time.sleep(0.01)
         process.kill()
-        asyncio.run(wait_until_gone([started["server"]], timeout_s=3.0))
+        asyncio.run(wait_until_gone([started["server"]]))
     assert not Path(started["folder"]).exists()
 
 

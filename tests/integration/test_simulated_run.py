@@ -207,10 +207,7 @@ def test_g2_every_turn_of_a_step_is_trained_or_masked_once(tmp_path: Path) -> No
     leased = [key for lease in of_kind(events, MicroBatchLeased) for key in lease.keys]
     masked = [key for record in of_kind(events, SamplesMasked) for key in record.keys]
     turns = {
-        key
-        for record in of_kind(events, TrajectoryEnded)
-        if record.purpose == "train"
-        for key in record.outcome.turns
+        key for record in of_kind(events, TrajectoryEnded) if record.purpose == "train" for key in record.outcome.turns
     }
     assert sorted(leased + masked) == sorted(turns)
     assert len(turns) == NUM_STEPS * NUM_QUERIES * NUM_TRAJECTORIES * 2
@@ -293,8 +290,9 @@ def test_a_failed_trajectory_is_data_and_its_groups_close_over_the_survivors(tmp
 def test_g7_a_step_of_failures_ends_the_run_and_names_the_first(tmp_path: Path) -> None:
     with pytest.raises(WorkflowError) as caught:
         run(tmp_path / "run", "always_fails", ["eval.at_ends=false"])
-    assert "all 16 trajectories of step 0 failed; the first: workflow_error: LookupError: nothing known of train" in str(
-        caught.value
+    assert (
+        "all 16 trajectories of step 0 failed; the first: workflow_error: LookupError: nothing known of train"
+        in str(caught.value)
     )
     assert "test_simulated_run.py:" in str(caught.value)
     events = list(read_events(tmp_path / "run/events.jsonl"))

@@ -1,4 +1,4 @@
-"""Whole runs under virtual time in which one worker is killed at one turn of the event loop: an exhaustive crash matrix.
+"""Whole runs under virtual time in which one worker is killed at one turn of the event loop: a full crash matrix.
 
 Nothing can happen between two turns of the loop, so killing at each of them tries every moment at which a worker can
 die: while it starts, between a command and its answer, between the answer and its record in the store, in an idle wait.
@@ -7,7 +7,7 @@ The nightly profile tries each turn; otherwise every `STRIDE`-th is tried, and w
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,14 +111,12 @@ class RunOutcome:
             for policy, part in sorted(commit.policies.items())
         ]
         self.counts = [part.denominators for commit in commits for _, part in sorted(commit.policies.items())]
-        self.ended = sorted(
-            str(record.outcome.trajectory) for record in records if isinstance(record, TrajectoryEnded)
-        )
+        self.ended = sorted(str(record.outcome.trajectory) for record in records if isinstance(record, TrajectoryEnded))
         self.last = records[-1]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[RunOutcome, int]]]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RunOutcome, int]]:
     numbers = iter(range(10_000))
 
     def run(num_slots: int | None, name: str = "", turn: int = 0) -> tuple[RunOutcome, int]:
@@ -128,7 +126,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         result = train(parse_config(settings(folder, num_slots)))
         return RunOutcome(folder / "events.jsonl", result.summary), killer.num_turns
 
-    yield run
+    return run
 
 
 def settings(folder: Path, num_slots: int | None) -> dict[str, Any]:

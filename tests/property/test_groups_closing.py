@@ -1,7 +1,7 @@
 """Groups do not depend on order, and every turn gets an advantage or a reason."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.algorithms import TurnFacts, close_query
@@ -44,30 +44,32 @@ configs = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(query=queries(), config=configs, data=st.data())
 def test_every_turn_is_judged_once_whatever_the_order(
     query: tuple[list[TurnFacts], list[OutcomeRecord]], config: AlgorithmConfig, data: st.DataObject
 ) -> None:
     facts, outcomes = query
-    settings = {PolicyName("p"): config, PolicyName("q"): config}
-    closing = close_query(facts, outcomes, config=settings, policy_of=POLICY_OF)
+    algorithms = {PolicyName("p"): config, PolicyName("q"): config}
+    closing = close_query(facts, outcomes, config=algorithms, policy_of=POLICY_OF)
     judged = [value.key for values in closing.values.values() for value in values]
     judged += [sample.key for samples in closing.masked.values() for sample in samples]
     assert sorted(judged) == sorted(fact.key for fact in facts)
     shuffled = close_query(
-        data.draw(st.permutations(facts)), data.draw(st.permutations(outcomes)), config=settings, policy_of=POLICY_OF
+        data.draw(st.permutations(facts)), data.draw(st.permutations(outcomes)), config=algorithms, policy_of=POLICY_OF
     )
     assert shuffled == closing
 
 
+@settings(deadline=None)
 @given(query=queries(), config=configs)
 def test_advantages_of_a_group_sum_to_zero(
     query: tuple[list[TurnFacts], list[OutcomeRecord]], config: AlgorithmConfig
 ) -> None:
     """Over trajectories, each once, when no turn is masked."""
     facts = [TurnFacts(key=fact.key, finish_reason=FinishReason.STOP) for fact in query[0]]
-    settings = {PolicyName("p"): config, PolicyName("q"): config}
-    closing = close_query(facts, query[1], config=settings, policy_of=POLICY_OF)
+    algorithms = {PolicyName("p"): config, PolicyName("q"): config}
+    closing = close_query(facts, query[1], config=algorithms, policy_of=POLICY_OF)
     for policy, values in closing.values.items():
         groups: dict[object, dict[int, float]] = {}
         for value in values:

@@ -1,4 +1,7 @@
-"""The store against a model that is a dict of rows: any order of calls, deaths of holders and of the owner included."""
+"""The store against a model that is a dict of rows: any order of calls, deaths of holders and of the owner included.
+
+Longer than a module should be: a state machine is one class.
+"""
 
 import shutil
 import tempfile

@@ -25,7 +25,7 @@ from flexmarl.models import ScriptedTokenizer, context_length, resolve_model_fol
 from flexmarl.orchestrator.parts import RunParts, RunResult
 from flexmarl.orchestrator.trajectories import EndedTrajectory
 from flexmarl.store import SqliteStore
-from flexmarl.telemetry import EventLog, MetricsLog, PeakMemory, ProgressListener, RunFolder
+from flexmarl.telemetry import EventLog, MetricsLog, PeakMemory, ProgressListener, RunFolder, open_trackers
 from flexmarl.workflow.load import load_workflow
 
 T = TypeVar("T")
@@ -149,6 +149,12 @@ async def build_parts(
         events=events,
         flush_events=events.flush,
         metrics=MetricsLog(folder.metrics_path, first_step=first_step),
+        trackers=open_trackers(
+            config.telemetry.trackers,
+            run_dir=folder.path,
+            run_name=config.run.name,
+            config=config.model_dump(mode="json"),
+        ),
         listener=listener,
         instance_specs=instance_specs(config),
         trainer_specs=trainer_specs(config),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flexmarl.api.build import CheckedInputs, build_parts, check_inputs, run_on
 from flexmarl.api.resume import first_state, load_checkpoint
-from flexmarl.config import RootConfig
+from flexmarl.config import RootConfig, TelemetryConfig
 from flexmarl.core.errors import BackendError, ConfigError
 from flexmarl.core.protocols import Runtime
 from flexmarl.orchestrator.reports import evaluation_report
@@ -38,6 +38,7 @@ def evaluate(
     """
     if not config.eval.at_ends:
         raise ConfigError("eval.at_ends=false switches this evaluation off: add eval.at_ends=true")
+    config = config.model_copy(update={"telemetry": TelemetryConfig()})
     inputs = check_inputs(config)
     with (
         tempfile.TemporaryDirectory(prefix="flexmarl-eval-") as scratch,
@@ -76,6 +77,7 @@ async def _evaluate(
     finally:
         if parts is not None:
             parts.metrics.close()
+            parts.trackers.close()
         await store.close()
     if result.stopped_by:
         raise BackendError(f"{result.stopped_by} ended the evaluation")

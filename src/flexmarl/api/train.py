@@ -90,6 +90,7 @@ async def _train(
     finally:
         if parts is not None:
             parts.metrics.close()
+            parts.trackers.close()
         await store.close()
     duration_s = runtime.clock.now_s() - start_s
     summary = _summary(config, result, memory, duration_s)

@@ -152,5 +152,8 @@ class EvalConfig(FrozenConfig):
 class TelemetryConfig(FrozenConfig):
     """What is written beside the results."""
 
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+    """Experiment trackers that also get the metrics; each needs the extra of its name. They write into the run folder
+    and send nothing out, unless WANDB_MODE or MLFLOW_TRACKING_URI say otherwise."""
     trajectories_per_step: int = Field(default=2, ge=0)
     """Trajectories written to trajectories.jsonl per step."""

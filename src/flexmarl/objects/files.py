@@ -5,9 +5,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-import safetensors
-
 from flexmarl.core.errors import StoreError
 from flexmarl.core.layout import Layout, PackedObject
 
@@ -18,6 +15,9 @@ def write_safetensors(path: Path, packed: PackedObject, *, metadata: Mapping[str
     Raises:
         StoreError: the file cannot be written; a part of it may be left.
     """
+    import numpy as np
+    import safetensors
+
     start = np.frombuffer(packed.buffer, dtype=np.uint8).ctypes.data if packed.layout.num_bytes else 0
     specs = {
         entry.name: safetensors.TensorSpec(
@@ -43,6 +43,8 @@ def read_safetensors(path: Path, layout: Layout, *, sha256: str) -> PackedObject
     Raises:
         StoreError: the file is missing, is not what was written, or lacks a tensor.
     """
+    import safetensors
+
     try:
         content = path.read_bytes()
     except OSError as error:

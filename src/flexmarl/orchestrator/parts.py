@@ -9,7 +9,7 @@ from flexmarl.core.ids import PolicyName, WorkerId
 from flexmarl.core.protocols import EventSink, ExperienceStore, Runtime, WorkerSpec
 from flexmarl.orchestrator.evaluation import EvaluationResult
 from flexmarl.orchestrator.trajectories import EndedTrajectory
-from flexmarl.telemetry import MetricsLog, ProgressListener
+from flexmarl.telemetry import MetricsLog, ProgressListener, TrackerGroup
 from flexmarl.training.state import PolicyState, PolicyUpdate
 
 
@@ -23,6 +23,7 @@ class RunParts:
     events: EventSink
     flush_events: Callable[[], None]
     metrics: MetricsLog
+    trackers: TrackerGroup
     listener: ProgressListener
     instance_specs: Mapping[PolicyName, tuple[int, Callable[[WorkerId], WorkerSpec]]]
     """Number of instances and the maker of their specs."""

@@ -9,6 +9,7 @@ from flexmarl.core.records import FinishReason
 from flexmarl.orchestrator.evaluation import EvaluationResult, agent_rewards, paired_difference
 from flexmarl.orchestrator.trajectories import EndedTrajectory
 from flexmarl.telemetry import EvaluationReport, StepReport
+from flexmarl.training.metrics import step_metrics
 from flexmarl.training.state import PolicyUpdate
 
 
@@ -92,21 +93,9 @@ def metrics_row(
         row[f"policy/{policy}/weights_version"] = update.weights_version
         row[f"policy/{policy}/num_samples"] = update.denominators.num_samples
         row[f"policy/{policy}/num_tokens"] = update.denominators.num_tokens
-        row.update((f"policy/{policy}/{name}", value) for name, value in _normalised(update).items())
+        means = step_metrics(update.metrics, update.denominators)
+        row.update((f"policy/{policy}/{name}", value) for name, value in means.items())
     return row
-
-
-def _normalised(update: PolicyUpdate) -> dict[str, float]:
-    """Sums over tokens or samples become means; the rest stays."""
-    values = {}
-    for name, value in update.metrics.items():
-        if name.endswith("_token_sum"):
-            values[name.removesuffix("_token_sum")] = value / max(update.denominators.num_tokens, 1)
-        elif name.endswith("_sample_sum"):
-            values[name.removesuffix("_sample_sum")] = value / max(update.denominators.num_samples, 1)
-        else:
-            values[name] = value
-    return values
 
 
 def step_report(

@@ -236,9 +236,9 @@ class Orchestrator:
         self.result.updates = updates
         self._parts.events.emit(StepCommitted(commit=record))
         now_s = self._parts.runtime.clock.now_s()
-        self._parts.metrics.write(
-            record.step, metrics_row(step.statistics, updates, masked=step.num_masked, now_s=now_s)
-        )
+        row = metrics_row(step.statistics, updates, masked=step.num_masked, now_s=now_s)
+        self._parts.metrics.write(record.step, row)
+        self._parts.trackers.log(record.step, row)
         self._step_durations_s.append(now_s - step.statistics.start_s)
         recent = self._step_durations_s[-NUM_STEPS_FOR_ETA:]
         self._parts.listener.on_step(

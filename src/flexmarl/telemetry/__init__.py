@@ -6,6 +6,7 @@ from flexmarl.telemetry.metrics_log import MetricsLog, read_metrics
 from flexmarl.telemetry.progress import EvaluationReport, ProgressListener, RunSummary, SilentListener, StepReport
 from flexmarl.telemetry.run_folder import RunFolder, default_run_dir
 from flexmarl.telemetry.signals import stop_signals
+from flexmarl.telemetry.trackers import TrackerGroup, open_trackers
 
 __all__ = [
     "EvaluationReport",
@@ -18,7 +19,9 @@ __all__ = [
     "RunSummary",
     "SilentListener",
     "StepReport",
+    "TrackerGroup",
     "default_run_dir",
+    "open_trackers",
     "process_tree",
     "pss_bytes",
     "read_events",

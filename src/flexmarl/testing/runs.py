@@ -82,25 +82,24 @@ async def _call_inline(function: Callable[..., T], *args: object, cost_s: float 
     return function(*args)
 
 
-def count_rows(run_dir: Path, status: str) -> int:
-    """Return how many rows of a run, which may be live, are in a status."""
-    path = run_dir / "store" / "index.db"
-    if not path.exists():
-        return 0
+def lease_ids(run_dir: Path, condition: str) -> list[int | None]:
+    """Return the lease of each row of a run, which may be live, that fulfils a condition in SQL."""
+    if not (run_dir / "store" / "index.db").exists():
+        return []
     try:
         with closing(_open_index(run_dir)) as connection:
             names = connection.execute("SELECT name FROM sqlite_master WHERE type='table' AND name GLOB 'rows_*'")
-            counts = [f'SELECT count(*) FROM "{name}" WHERE status=?' for (name,) in names.fetchall()]
-            return sum(connection.execute(count, (status,)).fetchone()[0] for count in counts)
+            selects = [f'SELECT lease_id FROM "{name}" WHERE {condition}' for (name,) in names.fetchall()]
+            return [lease_id for select in selects for (lease_id,) in connection.execute(select)]
     except sqlite3.OperationalError:  # the run is just making it
-        return 0
+        return []
 
 
 def _open_index(run_dir: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"file:{run_dir}/store/index.db?mode=ro", uri=True)
 
 
-def wait_until(is_true: Callable[[], T], what: str, *, timeout_s: float = 60.0) -> T:
+def wait_until(is_true: Callable[[], T | None], what: str, *, timeout_s: float = 60.0) -> T:
     """Return the first true value of `is_true()`; fail after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := is_true()):
@@ -122,18 +121,18 @@ class LiveRun:
 
     def mark(self) -> str:
         """Wait until the run has a runtime; return the mark of its processes."""
+        return wait_until(self._look_for_mark, f"a runtime of pid {self.process.pid}\n{self.output()}")
+
+    def _look_for_mark(self) -> str | None:
         if self._mark is None:
-            self._mark = wait_until(self._find_mark, f"a runtime of pid {self.process.pid}\n{self.output()}")
+            self._mark = next((path.stem for path in self._records()), None)
+        if self._mark is None and self.process.poll() is not None:
+            raise AssertionError(f"the run ended with exit code {self.process.returncode}\n{self.output()}")
         return self._mark
 
-    def _find_mark(self) -> str | None:
-        if self.process.poll() is not None:
-            raise AssertionError(f"the run ended with exit code {self.process.returncode}\n{self.output()}")
-        for path in self._registry.glob("flexmarl-*/*.json"):
-            record = json.loads(path.read_text(encoding="utf-8"))
-            if record["pid"] == self.process.pid:
-                return str(record["mark"])
-        return None
+    def _records(self) -> list[Path]:
+        paths = self._registry.glob("flexmarl-*/*.json")
+        return [path for path in paths if f'"pid": {self.process.pid},' in _read_if_there(path)]
 
     def worker_pid(self, name: str) -> int:
         """Wait until a worker whose name begins so (`instance-wr`, `trainer-wr`, `fork_server`) runs; return its id."""
@@ -154,10 +153,14 @@ class LiveRun:
 
     def wait(self, timeout_s: float = 90.0) -> int:
         """Wait for the end; return the exit code, negative for a signal."""
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {timeout_s:g} s:\n{self.output()}") from None
+
+        def has_ended() -> bool:
+            if self._mark is None:  # taken note of while there is a record of it
+                self._mark = next((path.stem for path in self._records()), None)
+            return self.process.poll() is not None
+
+        wait_until(has_ended, f"an end of the command\n{self.output()}", timeout_s=timeout_s)
+        return self.process.wait()
 
     def check_nothing_is_left(self, *, timeout_s: float = 10.0) -> None:
         """Fail unless, soon after its end, no process and no object folder of the run is left."""
@@ -167,8 +170,7 @@ class LiveRun:
         """Return what there is of the run: processes, object folders, records."""
         processes = [] if self._mark is None else [f"{_comm(pid)} ({pid})" for pid in _marked(self._mark)]
         folders = [str(path) for path in list_run_folders() if f"-{self.process.pid}-" in path.name]
-        records = [str(path) for path in self._registry.glob(f"flexmarl-*/{self._mark}.json")]
-        return processes + folders + records
+        return processes + folders + [str(path) for path in self._records()]
 
     def __enter__(self) -> "LiveRun":
         """Return the run itself."""
@@ -241,7 +243,11 @@ def _marked(mark: str) -> list[int]:
 
 
 def _comm(pid: int) -> str:
+    return _read_if_there(Path(f"/proc/{pid}/comm")).strip()
+
+
+def _read_if_there(path: Path) -> str:
     try:
-        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
-    except OSError:  # ended
-        return "ended"
+        return path.read_text(encoding="utf-8")
+    except OSError:  # it has just ended
+        return ""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from flexmarl.core.errors import InvariantError
+from flexmarl.core.records import Denominators
 
 LOGPROB_SUM: Final = "logprob_sum"
 """Over tokens: log-probs under the trained weights; its mean, negated, estimates the entropy per token."""
@@ -23,6 +24,21 @@ GRAD_NORM: Final = "grad_norm"
 """Of an update: global gradient norm after normalisation, before clipping."""
 LEARNING_RATE: Final = "learning_rate"
 """Of an update."""
+
+
+def step_metrics(sums: Mapping[str, float], denominators: Denominators) -> dict[str, float]:
+    """Return what is reported of a policy's step: means over its trained tokens or samples, extremes as they are."""
+    over_tokens = {LOGPROB_GAP_SUM: ("logprob_gap_mean", 1.0), LOGPROB_SUM: ("entropy", -1.0)}
+    metrics = {}
+    for name, value in sums.items():
+        if name in over_tokens:
+            mean_name, sign = over_tokens[name]
+            metrics[mean_name] = sign * value / max(denominators.num_tokens, 1)
+        elif name == REWARD_SUM:
+            metrics["reward_mean"] = value / max(denominators.num_samples, 1)
+        else:
+            metrics[name.removesuffix("_sum")] = value
+    return metrics
 
 
 def combine_metrics(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from flexmarl.core.ids import ObjectKey, PolicyName, SampleKey
 from flexmarl.core.protocols import EventSink, ExperienceStore, Inbox, Runtime
 from flexmarl.core.records import Denominators, Seal
 from flexmarl.scheduling import ReadySample, cut_by_tokens
+from flexmarl.training.metrics import combine_metrics
 
 
 class TrainerState(Enum):
@@ -68,6 +69,10 @@ class GradientProgress:
     unsealed: list[str] = field(default_factory=list)
     denominators: Denominators = field(default_factory=Denominators)
     metrics: dict[str, float] = field(default_factory=dict)
+    sealed_metrics: dict[ObjectKey, dict[str, float]] = field(default_factory=dict)
+    """The metrics of what each seal holds."""
+    num_deaths: dict[SampleKey, int] = field(default_factory=dict)
+    """How often a process group has died while it worked on the sample."""
 
     @property
     def has_gradient(self) -> bool:
@@ -92,15 +97,14 @@ class GradientProgress:
         return f"s{self.step}/m{self.num_leases - 1}", batch
 
     def add(self, micro_batch_id: str, denominators: Denominators, metrics: Mapping[str, float]) -> None:
-        """Count an acknowledged micro-batch; metrics are summed, those that end in `_max` maximised."""
+        """Count an acknowledged micro-batch."""
         self.unsealed.append(micro_batch_id)
         self.denominators = self.denominators.plus(denominators)
-        for name, value in metrics.items():
-            before = self.metrics.get(name, 0.0)
-            self.metrics[name] = max(before, value) if name.endswith("_max") else before + value
+        self.metrics = combine_metrics(self.metrics, metrics)
 
     def sealed(self, object_key: ObjectKey, policy: PolicyName) -> Seal:
         """Return the record of a seal that holds all that is in the cache now."""
+        self.sealed_metrics[object_key] = dict(self.metrics)
         return Seal(
             policy=policy,
             step=self.step,
@@ -110,9 +114,16 @@ class GradientProgress:
             denominators=self.denominators,
         )
 
+    def died_with(self, keys: Sequence[SampleKey]) -> int:
+        """Count a death while it worked on `keys`; return the number of deaths of the sample that has the most."""
+        for key in keys:
+            self.num_deaths[key] = self.num_deaths.get(key, 0) + 1
+        return max(self.num_deaths.values(), default=0)
+
     def restart(self, seal: Seal | None, released: Sequence[SampleKey]) -> None:
         """Go back to what a dead incarnation had sealed; `released` samples are ready again."""
         self.seal = seal
         self.unsealed.clear()
         self.denominators = seal.denominators if seal else Denominators()
+        self.metrics = dict(self.sealed_metrics[seal.object_key]) if seal else {}
         self.ready.update((key, self.ever_leased[key]) for key in released)

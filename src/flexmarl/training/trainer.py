@@ -60,7 +60,7 @@ class Trainer:
         self._on_change = on_change
         self._incarnation = 0
         self._num_deaths = 0
-        """Since its last finished command."""
+        """Since its last finished command; to load its state is no progress."""
         self._waiting_since_s = 0.0
         self._state_key: ObjectKey | None = None
         self._weights_version = 0
@@ -238,7 +238,8 @@ class Trainer:
                 self._updated(fact)
             case _:
                 raise InvariantError(f"{worker_id} sent an unexpected {type(fact).__name__}")
-        self._num_deaths = 0
+        if not isinstance(fact, Activated):
+            self._num_deaths = 0
         self.advance()
 
     def _acknowledge(self, fact: GradientAccumulated) -> None:
@@ -297,7 +298,8 @@ class Trainer:
             return
         if not was_suspended:
             self._num_deaths += 1
-            if self._num_deaths >= self._seams.config.max_attempts:
+            of_rows = self._gradient.died_with(self._lease.keys if self._lease else ())
+            if max(self._num_deaths, of_rows) >= self._seams.config.max_attempts:
                 self._seams.inbox.fail(self._too_many_deaths(fact.reason))
                 return
             logger.warning("%s ended (%s); starting it again from its last seal", dead_holder, fact.reason)
@@ -305,7 +307,7 @@ class Trainer:
                 WorkerRestarted(worker=f"trainer-{self.policy}", incarnation=self._incarnation, reason=fact.reason)
             )
             self._lease = None
-            if self._update is None:
+            if self._update is None and self._gradient.ever_leased:
                 # An update that is done is kept: its state is on the object plane, and its rows stay acknowledged.
                 self._recover(dead_holder)
         self._on_change()
@@ -336,7 +338,7 @@ class Trainer:
             doing = f"micro-batch {lease.micro_batch_id} (rows {rows}{', ...' if len(lease.keys) > 5 else ''})"
         limit = self._seams.config.max_attempts
         return BackendError(
-            f"the process group of policy {self.policy} ended {limit} times in a row (training.max_attempts={limit}) "
+            f"the process group of policy {self.policy} ended {limit} times (training.max_attempts={limit}) "
             f"with {doing}; the last time: {reason}"
         )
 

@@ -13,6 +13,7 @@ the tokens that were generated, plus the tokens of the new message. Nothing that
 
 import dataclasses
 import inspect
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ WORKFLOW_MARK = "__flexmarl_workflow__"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
 
 def workflow(function: F) -> F:
     """Mark an async function of one Episode as a workflow.
@@ -38,7 +41,8 @@ def workflow(function: F) -> F:
         raise WorkflowError(f"workflow {function.__qualname__} is not async: write `async def {function.__name__}`")
     parameters = list(inspect.signature(function).parameters.values())
     num_required = sum(parameter.default is inspect.Parameter.empty for parameter in parameters)
-    if not parameters or num_required > 1:
+    takes_episode = bool(parameters) and parameters[0].kind in _POSITIONAL
+    if not takes_episode or num_required > 1:
         raise WorkflowError(f"workflow {function.__qualname__} must take one argument, the episode")
     setattr(function, WORKFLOW_MARK, True)
     return function
@@ -125,13 +129,12 @@ class AgentHandle:
                 f"agent {self.name}, branch {self.branch}: two overlapping calls, {self._running} and {key}; "
                 f'await the first, or use episode.agent("{self.name}", branch=...) for concurrent ones'
             )
+        sampling = self._sampling(max_new_tokens, temperature)
         prompt = self._prompt(message)
         self._running = key
         self._num_started += 1
         try:
-            completion = await self._client.generate(
-                key, prompt, self._sampling(max_new_tokens, temperature), self._setup.tokenizer.stop_token_ids
-            )
+            completion = await self._client.generate(key, prompt, sampling, self._setup.tokenizer.stop_token_ids)
         finally:
             self._running = None
         return self._add_turn(key, prompt, completion)
@@ -152,12 +155,14 @@ class AgentHandle:
     def _sampling(self, max_new_tokens: int | None, temperature: float | None) -> SamplingParams:
         sampling = self._setup.sampling
         if max_new_tokens is not None:
-            if max_new_tokens < 1:
-                raise WorkflowError(f"agent {self.name}: max_new_tokens={max_new_tokens}, must be 1 or more")
+            if not _is_whole(max_new_tokens, at_least=1):
+                raise WorkflowError(
+                    f"agent {self.name}: max_new_tokens={max_new_tokens!r}, must be a whole number of 1 or more"
+                )
             sampling = dataclasses.replace(sampling, max_new_tokens=max_new_tokens)
         if temperature is not None:
-            if not temperature > 0:
-                raise WorkflowError(f"agent {self.name}: temperature={temperature}, must be above 0")
+            if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+                raise WorkflowError(f"agent {self.name}: temperature={temperature!r}, must be above 0 and finite")
             sampling = dataclasses.replace(sampling, temperature=temperature)
         return sampling
 
@@ -199,11 +204,13 @@ class Episode:
         """Return the agent `name`; each branch has a history of its own and may run concurrently with others.
 
         Raises:
-            WorkflowError: the configuration has no such agent.
+            WorkflowError: the configuration has no such agent, or `branch` is not a whole number of 0 or more.
         """
         agent = AgentName(name)
         if agent not in self._setups:
             raise WorkflowError(f"no agent {name!r}; the configuration has: {', '.join(sorted(self._setups))}")
+        if not _is_whole(branch, at_least=0):
+            raise WorkflowError(f"agent {name}: branch={branch!r}, must be a whole number of 0 or more")
         if (agent, branch) not in self._agents:
             self._agents[agent, branch] = AgentHandle(
                 agent, branch, self._trajectory, self._setups[agent], self._client
@@ -213,3 +220,7 @@ class Episode:
     def turns(self) -> list[Turn]:
         """Return every finished turn, in key order."""
         return sorted((turn for agent in self._agents.values() for turn in agent.turns), key=lambda turn: turn.key)
+
+
+def _is_whole(value: object, *, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least

@@ -28,7 +28,7 @@ def load_function(path: str, *, what: str) -> Callable[..., Any]:
         module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
     except ConfigError as error:
         raise ConfigError(f"{what}={path!r}: {error}") from error
-    except Exception as error:  # whatever the user's module raises at import is the user's to see
+    except (Exception, SystemExit) as error:  # whatever the user's module raises is the user's to see
         raise ConfigError(f"{what}={path!r}: importing {module_name} failed: {error!r}") from error
     function = getattr(module, name, None)
     if function is None:

@@ -10,6 +10,9 @@ from flexmarl.core.ids import AgentName, TrajectoryKey
 from flexmarl.core.records import OutcomeRecord, TurnReward
 from flexmarl.workflow.api import Outcome, Turn
 
+MAX_ABS_REWARD = 1e100
+"""Beyond it the statistics of a group could overflow; `algorithms/groups.py` has the same limit."""
+
 
 def outcome_record(
     returned: Any, *, turns: Sequence[Turn], agents: Collection[AgentName], trajectory: TrajectoryKey, attempt: int
@@ -23,10 +26,12 @@ def outcome_record(
     outcome = _as_outcome(returned, acted)
     if not isinstance(outcome.rewards, Mapping):
         raise WorkflowError(f"Outcome.rewards must be a dict of agent to number, got {outcome.rewards!r:.80}")
-    if unknown := sorted(set(outcome.rewards) - set(agents)):
+    if not isinstance(outcome.metrics, Mapping):
+        raise WorkflowError(f"Outcome.metrics must be a dict of name to number, got {outcome.metrics!r:.80}")
+    if unknown := sorted(set(outcome.rewards) - set(agents), key=repr):
         raise WorkflowError(f"a reward names agent {unknown[0]!r}; the configuration has: {', '.join(sorted(agents))}")
     turn_rewards = tuple(
-        TurnReward(key=turn.key, reward=_number(turn.reward, f"reward of turn {turn.key}"))
+        TurnReward(key=turn.key, reward=_reward(turn.reward, f"reward of turn {turn.key}"))
         for turn in turns
         if turn.reward is not None
     )
@@ -40,7 +45,7 @@ def outcome_record(
     return OutcomeRecord(
         trajectory=trajectory,
         attempt=attempt,
-        rewards={AgentName(a): _number(r, f"reward of agent {a!r}") for a, r in sorted(outcome.rewards.items())},
+        rewards={AgentName(a): _reward(r, f"reward of agent {a!r}") for a, r in sorted(outcome.rewards.items())},
         turn_rewards=turn_rewards,
         turns=tuple(sorted(turn.key for turn in turns)),
         success=outcome.success,
@@ -54,7 +59,7 @@ def _as_outcome(returned: Any, acted: Sequence[AgentName]) -> Outcome:
     if isinstance(returned, Mapping):
         return Outcome(rewards=returned)
     if isinstance(returned, Real):
-        return Outcome(rewards=dict.fromkeys(acted, float(returned)))
+        return Outcome(rewards=dict.fromkeys(acted, _number(returned, "the reward that the workflow returned")))
     raise WorkflowError(
         f"the workflow returned {type(returned).__name__} {returned!r:.60}; "
         "return flexmarl.Outcome(...), a number, or a dict of rewards"
@@ -64,7 +69,17 @@ def _as_outcome(returned: Any, acted: Sequence[AgentName]) -> Outcome:
 def _number(value: Any, what: str) -> float:
     if not isinstance(value, Real):
         raise WorkflowError(f"{what} must be a number, got {type(value).__name__} {value!r:.60}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise WorkflowError(f"{what} must be finite, got {number}")
+    return number
+
+
+def _reward(value: Any, what: str) -> float:
+    number = _number(value, what)
+    if abs(number) > MAX_ABS_REWARD:
+        raise WorkflowError(f"{what} must lie within +-{MAX_ABS_REWARD:g}, got {number}")
     return number

@@ -49,13 +49,16 @@ class SlotTable:
 
     def enter(self, requests: Sequence[GenerationRequest], *, context_tokens: int) -> None:
         """Put requests into the next free slots, their prompts cached and nothing generated."""
-        self._make_room(requests)
-        for request in requests:
+        limits = [
+            min(request.sampling.max_new_tokens, context_tokens - len(request.prompt_tokens)) for request in requests
+        ]
+        self._make_room(max(len(request.stop_token_ids) for request in requests), max(limits))
+        for request, limit in zip(requests, limits, strict=True):
             slot = self.num_live
             sampling = request.sampling
             self._num_cached[slot] = len(request.prompt_tokens)
             self._num_new[slot] = 0
-            self._limits[slot] = min(sampling.max_new_tokens, context_tokens - len(request.prompt_tokens))
+            self._limits[slot] = limit
             self._seeds[slot] = request.seed
             self._is_greedy[slot] = sampling.temperature == 0.0
             self._temperatures[slot] = sampling.temperature or 1.0
@@ -67,11 +70,9 @@ class SlotTable:
                 self._stop_tokens[slot, : len(request.stop_token_ids)] = request.stop_token_ids
             self._requests.append(request)
 
-    def _make_room(self, requests: Sequence[GenerationRequest]) -> None:
-        num_stops = max(len(request.stop_token_ids) for request in requests)
+    def _make_room(self, num_stops: int, num_tokens: int) -> None:
         if num_stops > self._stop_tokens.shape[1]:
             self._stop_tokens = _widened(self._stop_tokens, num_stops, _NO_TOKEN)
-        num_tokens = max(request.sampling.max_new_tokens for request in requests)
         if num_tokens > self._tokens.shape[1]:
             self._tokens = _widened(self._tokens, num_tokens, 0)
             self._logprobs = _widened(self._logprobs, num_tokens, 0)

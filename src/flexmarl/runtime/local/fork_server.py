@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgpack
 
@@ -61,7 +61,7 @@ class ForkServer:
 
         Meanwhile a thread watches the orchestrator; it has ended before this returns.
         """
-        with _Watch(self._control, self._parent_pidfd, self._end):
+        with _Watch(self._control, self._parent_pidfd, self.end):
             for module in self._settings["preload"]:
                 importlib.import_module(module)
         gc.collect()
@@ -70,7 +70,7 @@ class ForkServer:
     def serve(self) -> None:
         """Handle requests and exits until the orchestrator is gone; never returns."""
         self._selector.register(self._control, selectors.EVENT_READ, self._take_request)
-        self._selector.register(self._parent_pidfd, selectors.EVENT_READ, self._end)
+        self._selector.register(self._parent_pidfd, selectors.EVENT_READ, self.end)
         while True:
             for key, _ in self._selector.select():
                 key.data()
@@ -80,7 +80,7 @@ class ForkServer:
         try:
             self._control.sendall(msgpack.packb(report, unicode_errors="surrogatepass"))
         except (BrokenPipeError, ConnectionResetError):
-            self._end()
+            self.end()
 
     def _take_request(self) -> None:
         try:
@@ -88,7 +88,7 @@ class ForkServer:
         except ConnectionResetError:
             data = b""
         if not data:
-            self._end()
+            self.end()
         request = msgpack.unpackb(data, unicode_errors="surrogatepass")
         if request["op"] == "fork":
             self._fork(request, fds[0])
@@ -144,13 +144,11 @@ class ForkServer:
         del self._children[child.serial]
         self.report({"op": "exited", "serial": child.serial, "reason": _exit_reason(status)})
 
-    def _end(self) -> None:
-        """The orchestrator is gone: leave nothing of the run."""
+    def end(self) -> NoReturn:
+        """The orchestrator is gone: leave nothing of the run, and end."""
         for child in self._children.values():
             _kill_group(child.pid)
-        kill_marked(self._settings["mark"], wait_s=_END_WAIT_S)
-        remove_run_folder(Path(self._settings["object_folder"]))
-        Path(self._settings["record_path"]).unlink(missing_ok=True)
+        _clean_up(self._settings)
         os._exit(0)
 
 
@@ -181,6 +179,13 @@ class _Watch:
         os.close(self._wake_write)
 
 
+def _clean_up(settings: dict[str, Any]) -> None:
+    kill_marked(settings["mark"], wait_s=_END_WAIT_S)
+    remove_run_folder(Path(settings["object_folder"]))
+    # Last: while the record is there, a resumed run ends this process before it makes its own folder.
+    Path(settings["record_path"]).unlink(missing_ok=True)
+
+
 def _kill_group(pid: int) -> None:
     try:
         os.killpg(pid, signal.SIGKILL)
@@ -201,15 +206,31 @@ def _count_threads() -> int:
     return count
 
 
+def _open_parent(parent_pid: int) -> int | None:
+    """Return a pidfd of the orchestrator, or None when it has ended already."""
+    try:
+        pidfd = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        return None
+    if os.getppid() == parent_pid:
+        return pidfd
+    os.close(pidfd)
+    return None
+
+
 def main(argv: list[str]) -> None:
     """Run the fork server on an inherited socket."""
     control = socket.socket(fileno=int(argv[0]))
     parent_pid = int(argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the orchestrator's to answer
     set_process_name("fm:fork_server")
-    parent_pidfd = os.pidfd_open(parent_pid)
-    settings = msgpack.unpackb(control.recv(MAX_MESSAGE_BYTES) or b"\xc0", unicode_errors="surrogatepass")
-    if settings is None or os.getppid() != parent_pid:
+    data = control.recv(MAX_MESSAGE_BYTES)
+    if not data:
+        return  # the orchestrator ended before it said anything
+    settings = msgpack.unpackb(data, unicode_errors="surrogatepass")
+    parent_pidfd = _open_parent(parent_pid)
+    if parent_pidfd is None:
+        _clean_up(settings)
         return
     sys.path[:] = settings["sys_path"]
     server = ForkServer(control, parent_pidfd, settings)
