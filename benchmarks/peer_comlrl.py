@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,15 @@ def make_trainer(folders: Sequence[str], prompts: Sequence[str]) -> Any:
     )
 
 
+class LimitReached(Exception):
+    """The limit of the order has passed."""
+
+
 class Meter:
     """Watches a trainer: when each step ends, and what was really generated and trained."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, *, limit_s: float) -> None:
+        self._limit_s = limit_s
         self.step_s: list[float] = []
         self.num_samples = 0
         self.num_tokens = 0
@@ -82,6 +88,8 @@ class Meter:
         self._start_s = time.perf_counter()
 
     def _measured_query(self, item: Any, **options: Any) -> None:
+        if self._num_queries % NUM_QUERIES == 0 and sum(self.step_s) > self._limit_s:
+            raise LimitReached
         self._train_query(item, **options)
         self._num_queries += 1
         if self._num_queries % NUM_QUERIES == 0:
@@ -102,8 +110,9 @@ def run(order: Mapping[str, Any], folders: Sequence[str], prompts: Sequence[str]
     torch.manual_seed(order["seed"])
     trainer = make_trainer(folders, prompts[: order["num_steps"] * NUM_QUERIES])
     trainer.verbose = False
-    meter = Meter(trainer)
-    trainer.train()
+    meter = Meter(trainer, limit_s=order["limit_s"])
+    with suppress(LimitReached):
+        trainer.train()
     return {"step_s": meter.step_s, "num_samples": meter.num_samples, "num_tokens": meter.num_tokens}
 
 

@@ -1,8 +1,10 @@
 """The fixed job of `end_to_end.py`, and how a side of the comparison that runs in its own process is talked to.
 
 Standard library only: the peer runs it in an environment of its own. A side is a process that loads its imports, says
-`{"ready": true}`, then reads one JSON object a line, `{"num_steps", "num_threads", "seed"}`, and answers with one,
-`{"step_s": [...], "num_samples", "num_tokens"}`. Models are made before the first step, outside of its time.
+`{"ready": true}`, then reads one JSON object a line, an order, and answers with one, `{"step_s": [...], "num_samples",
+"num_tokens"}`. Models are made before the first step, outside of its time. An order is `{"num_steps", "num_threads",
+"seed", "limit_s"}`; after a step that ends later than `limit_s` no other begins (a bad number of threads can cost 10
+times the time).
 """
 
 import json
@@ -23,6 +25,8 @@ LEARNING_RATE = 1e-5
 SAMPLES_PER_STEP = len(AGENTS) * NUM_QUERIES * NUM_TRAJECTORIES
 START_TIMEOUT_S = 180.0
 """Importing torch and transformers takes 10 s on an idle machine, several times that on a crowded one."""
+RUN_TIMEOUT_S = 120.0
+"""The last step that begins within the limit of an order must end so long after it."""
 
 
 def questions(num_steps: int) -> list[str]:
@@ -68,16 +72,25 @@ class SideProcess:
         """Wait until the imports are done."""
         self._read(timeout_s=START_TIMEOUT_S)
 
-    def run(self, *, num_steps: int, num_threads: int, seed: int, timeout_s: float) -> dict[str, Any]:
-        """Return what the side measured."""
+    def run(self, *, num_steps: int, num_threads: int, seed: int, limit_s: float = 600.0) -> list[float]:
+        """Return the seconds of each step but the first, which warms up.
+
+        Raises:
+            RuntimeError: the side ended, or did not generate and train exactly the tokens of the job.
+        """
         assert self._process.stdin is not None
-        order = {"num_steps": num_steps, "num_threads": num_threads, "seed": seed}
+        order = {"num_steps": num_steps, "num_threads": num_threads, "seed": seed, "limit_s": limit_s}
         try:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
             raise self._failure("ended") from error
-        return self._read(timeout_s=timeout_s)
+        answer = self._read(timeout_s=limit_s + RUN_TIMEOUT_S)
+        step_s: list[float] = answer["step_s"]
+        expected = (SAMPLES_PER_STEP * len(step_s), SAMPLES_PER_STEP * len(step_s) * NUM_NEW_TOKENS)
+        if (answer["num_samples"], answer["num_tokens"]) != expected:
+            raise RuntimeError(f"{self._name} trained other than {expected} samples and tokens: {answer}")
+        return step_s[1:]
 
     def close(self) -> None:
         """End the process."""

@@ -25,6 +25,7 @@ from flexmarl.config import RootConfig, parse_config
 from flexmarl.models import resolve_model_folder
 from flexmarl.telemetry import read_metrics
 
+
 def load_queries(*, split: str, num_queries: int | None, seed: int, num_steps: int) -> list[dict[str, Any]]:
     """Return the questions of the job; there is nothing to split, shuffle or cut."""
     return [{"question": question} for question in questions(num_steps)]

@@ -25,9 +25,7 @@ class PlainAgent:
     def __init__(self, folder: str) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True
-        )
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
     def step(self, prompts: Sequence[str]) -> int:
         """Generate for every prompt NUM_TRAJECTORIES times and train on it; return the number of new tokens."""
@@ -69,13 +67,16 @@ def run(order: Mapping[str, Any], folders: Sequence[str], prompts: Sequence[str]
     torch.set_num_threads(order["num_threads"])
     torch.manual_seed(order["seed"])
     agents = [PlainAgent(folder) for folder in folders]
-    step_s, num_tokens = [], 0
+    step_s: list[float] = []
+    num_tokens = 0
     for step in range(order["num_steps"]):
+        if sum(step_s) > order["limit_s"]:
+            break
         start_s = time.perf_counter()
         of_step = prompts[step * NUM_QUERIES : (step + 1) * NUM_QUERIES]
         num_tokens += sum(agent.step(of_step) for agent in agents)
         step_s.append(time.perf_counter() - start_s)
-    num_samples = order["num_steps"] * len(agents) * NUM_QUERIES * NUM_TRAJECTORIES
+    num_samples = len(step_s) * len(agents) * NUM_QUERIES * NUM_TRAJECTORIES
     return {"step_s": step_s, "num_samples": num_samples, "num_tokens": num_tokens}
 
 

@@ -80,7 +80,8 @@ def step_waterfalls(events_path: Path) -> list[StepWaterfall]:
                 current.first_request_s.setdefault(record.instance_id, now_s)
             case Generated():
                 current.marks["generation"] = now_s
-                current.last_answer_s[record.completion.instance_id] = now_s
+                # A fact comes from an incarnation, `<instance>.<n>`.
+                current.last_answer_s[event.source.rpartition(".")[0]] = now_s
             case GroupClosed():
                 current.marks["closing"] = now_s
             case GradientAccumulated():

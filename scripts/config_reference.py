@@ -96,6 +96,8 @@ def _name(annotation: Any) -> str:
         return "map of sections" if models else "map"
     if models:
         return "section"
+    if get_origin(annotation) in (tuple, list):
+        return f"list of {_name(get_args(annotation)[0])}"
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{_yaml(value)}`" for value in get_args(annotation))
     if args := get_args(annotation):
@@ -113,7 +115,8 @@ def _default(field: FieldInfo) -> str:
 
 
 def _yaml(value: object) -> str:
-    return yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
+    plain = list(value) if isinstance(value, tuple) else value
+    return str(yaml.safe_dump(plain, default_flow_style=True)).splitlines()[0]
 
 
 def _one_line(text: str | None) -> str:

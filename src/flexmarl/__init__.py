@@ -1,16 +1,19 @@
 """FlexMARL trains teams of LLM agents by reinforcement learning.
 
-The public names below are loaded when first used, so that `import flexmarl` stays fast and needs no torch.
+What workflows are written with is loaded here; the rest when first used, so that `import flexmarl` stays fast and needs
+no torch.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
+# Not lazy: the decorator has the name of its package, which would take its place here once that package is imported.
+from flexmarl.workflow import AgentHandle, Episode, Outcome, Turn, workflow
+
 if TYPE_CHECKING:
     from flexmarl.api import TrainResult, ValidationReport, evaluate, train, validate
     from flexmarl.config import RootConfig, load_config
     from flexmarl.core.errors import FlexMARLError
-    from flexmarl.workflow import AgentHandle, Episode, Outcome, Turn, workflow
 
 __all__ = [
     "AgentHandle",
@@ -32,7 +35,6 @@ _HOMES = {
     "flexmarl.api": ("TrainResult", "ValidationReport", "evaluate", "train", "validate"),
     "flexmarl.config": ("RootConfig", "load_config"),
     "flexmarl.core.errors": ("FlexMARLError",),
-    "flexmarl.workflow": ("AgentHandle", "Episode", "Outcome", "Turn", "workflow"),
 }
 
 

@@ -236,15 +236,12 @@ def check_live(live: LiveRun) -> None:
     "point",
     [
         "event:step_dispatched:3",
-        "event:group_closed:5",
         "event:gradient_accumulated:6",
         "event:cache_sealed:2",
         "event:update_applied:5",  # the first policy of step 2 has its update, the second has not
         "event:weights_loaded:7",
         "event:work_done/store.commit:3",  # durable, but nobody knows yet
-        "event:step_committed:4",
         "os.mkdir:.step_2.draft:1",
-        "open:step_4.draft/manifest.json:1",
         "os.rename:.step_4.draft:1",
         "event:checkpoint_written:1",
     ],
@@ -268,18 +265,20 @@ def test_g2_two_kills_and_two_resumes(lab: RunLab, undisturbed: Trained) -> None
 
 
 def test_g7_sigkill_of_a_process_group_that_opens_a_resumed_run(lab: RunLab, undisturbed: Trained) -> None:
+    """Its seals of step 0 are in the store; their objects have gone with the first process."""
     config = lab.write_config(scripted_config())
-    lab.run("event:group_closed:8", "train", config, "run.dir=run", command=KILLING, expect=-signal.SIGKILL)
+    sealing = "training.seal_every=1"
+    lab.run("event:group_closed:8", "train", config, "run.dir=run", sealing, command=KILLING, expect=-signal.SIGKILL)
     with lab.start("train", "run", "--resume") as live:
         kill(live.worker_pid("trainer-wr"))
         assert live.wait() == 0, live.output()
     assert trained(lab.folder / "run") == undisturbed
 
 
-def test_a_checkpoint_cut_short_is_not_taken_for_one(lab: RunLab) -> None:
+def test_g4_a_checkpoint_cut_short_is_not_taken_for_one(lab: RunLab, undisturbed: Trained) -> None:
     config = lab.write_config(scripted_config())
     point = "open:step_2.draft/manifest.json:1"
     lab.run(point, "train", config, "run.dir=run", command=KILLING, expect=-signal.SIGKILL)
     assert [path.name for path in (lab.folder / "run" / "checkpoints").iterdir()] == [".step_2.draft"]
-    lab.run("train", "run", "--resume")
+    resume_and_check(lab, undisturbed)
     assert sorted(path.name for path in (lab.folder / "run" / "checkpoints").iterdir()) == ["step_2", "step_4"]

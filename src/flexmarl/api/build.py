@@ -84,7 +84,7 @@ def run_on(config: RootConfig, folder: RunFolder, main: Callable[[Runtime], Awai
     if config.runtime.kind == "simulated":
         from flexmarl.runtime.simulated import run_virtual
 
-        return run_virtual(main)
+        return run_virtual(main, config.runtime)
     from flexmarl.runtime.local.supervisor import LocalRuntime
 
     async def run() -> T:
@@ -142,19 +142,25 @@ async def build_parts(
             last_sample_s = runtime.clock.now_s()
             memory.sample()
 
+    metrics = MetricsLog(folder.metrics_path, first_step=first_step)
+    trackers = open_trackers(
+        config.telemetry.trackers, run_dir=folder.path, run_name=config.run.name, config=config.model_dump(mode="json")
+    )
+
+    def close() -> None:
+        events.close()
+        metrics.close()
+        trackers.close()
+
     return RunParts(
         config=config,
         runtime=runtime,
         store=store,
         events=events,
         flush_events=events.flush,
-        metrics=MetricsLog(folder.metrics_path, first_step=first_step),
-        trackers=open_trackers(
-            config.telemetry.trackers,
-            run_dir=folder.path,
-            run_name=config.run.name,
-            config=config.model_dump(mode="json"),
-        ),
+        close=close,
+        metrics=metrics,
+        trackers=trackers,
         listener=listener,
         instance_specs=instance_specs(config),
         trainer_specs=trainer_specs(config),

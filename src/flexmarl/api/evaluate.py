@@ -76,8 +76,7 @@ async def _evaluate(
             result = await orchestrator.run()
     finally:
         if parts is not None:
-            parts.metrics.close()
-            parts.trackers.close()
+            parts.close()
         await store.close()
     if result.stopped_by:
         raise BackendError(f"{result.stopped_by} ended the evaluation")

@@ -89,8 +89,7 @@ async def _train(
             await _export(config, result, folder, runtime)
     finally:
         if parts is not None:
-            parts.metrics.close()
-            parts.trackers.close()
+            parts.close()
         await store.close()
     duration_s = runtime.clock.now_s() - start_s
     summary = _summary(config, result, memory, duration_s)

@@ -139,7 +139,10 @@ def load_policy_state(checkpoint: Path, policy: PolicyName, manifest: Manifest, 
         StoreError: the file is missing or damaged.
     """
     entry = manifest.policies[policy]
-    packed = read_safetensors(checkpoint / entry.file, entry.layout, sha256=entry.file_sha256)
+    try:
+        packed = read_safetensors(checkpoint / entry.file, entry.layout, sha256=entry.file_sha256)
+    except StoreError as error:
+        raise StoreError(f"{error}; remove {checkpoint} to use an older one") from error
     key = ObjectKey("state", policy, entry.weights_version)
     objects.set(key, packed).result(SET_TIMEOUT_S)
     return key

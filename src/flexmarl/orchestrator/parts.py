@@ -22,6 +22,8 @@ class RunParts:
     store: ExperienceStore
     events: EventSink
     flush_events: Callable[[], None]
+    close: Callable[[], None]
+    """Closes events, metrics and trackers; called by whoever built the parts."""
     metrics: MetricsLog
     trackers: TrackerGroup
     listener: ProgressListener

@@ -93,7 +93,6 @@ class TrajectorySet:
 class _Running:
     key: TrajectoryKey
     attempt: int
-    num_attempts: int
     timer: Timer
     turns: dict[SampleKey, TurnRow] = field(default_factory=dict)
     requests: set[RequestId] = field(default_factory=set)
@@ -143,8 +142,10 @@ class TrajectoryPool:
         self._inbox = inbox
         self._on_ended = on_ended
         self._waiting: list[TrajectoryKey] = list(trajectories.keys)
-        self._beginning: dict[TrajectoryKey, int] = {}
-        """Attempts begun so far, of trajectories whose next attempt is being recorded."""
+        self._beginning: set[TrajectoryKey] = set()
+        """Those whose next attempt is being recorded."""
+        self._num_attempts: dict[TrajectoryKey, int] = {}
+        """Attempts that the episode worker has been given."""
         self._running: dict[TrajectoryKey, _Running] = {}
         self._is_cancelled = False
         self.num_ended = 0
@@ -180,7 +181,7 @@ class TrajectoryPool:
         taken = set(admitted)
         self._waiting = [key for key in self._waiting if key not in taken]
         for key in admitted:
-            self._begin(key, num_attempts=0)
+            self._begin(key)
 
     def cancel(self) -> None:
         """Stop everything; nothing more is reported."""
@@ -259,23 +260,24 @@ class TrajectoryPool:
 
     # --- one trajectory -----------------------------------------------------------------------------------------------
 
-    def _begin(self, key: TrajectoryKey, *, num_attempts: int) -> None:
-        self._beginning[key] = num_attempts
+    def _begin(self, key: TrajectoryKey) -> None:
+        self._beginning.add(key)
         self._sink.begin_attempt(key, lambda attempt: self._begun(key, attempt))
 
     def _begun(self, key: TrajectoryKey, attempt: int) -> None:
-        num_attempts = self._beginning.pop(key)
+        self._beginning.remove(key)
         worker = self._worker()
         if self._is_cancelled:
             return
+        if worker is None:
+            # It died meanwhile; the next one admits. This attempt never ran, so it does not count.
+            self._waiting.insert(0, key)
+            return
+        self._num_attempts[key] = self._num_attempts.get(key, 0) + 1
         timer = self._inbox.set_timer(
             f"trajectory {self._set.purpose} {key}", self._workflow.timeout_s, lambda: self._timed_out(key, attempt)
         )
-        running = _Running(key=key, attempt=attempt, num_attempts=num_attempts + 1, timer=timer)
-        self._running[key] = running
-        if worker is None:
-            self._fail(running, "worker_died", "the episode worker ended")
-            return
+        self._running[key] = _Running(key=key, attempt=attempt, timer=timer)
         seed_step = (key.step,) if self._set.purpose is Purpose.TRAIN else ()
         worker.send(
             StartTrajectory(
@@ -313,10 +315,12 @@ class TrajectoryPool:
 
     def _fail(self, running: _Running, kind: str, message: str) -> None:
         self._stop(running)
-        if kind in RETRIED_KINDS and running.num_attempts < self._workflow.max_attempts and not self._is_cancelled:
+        can_retry = kind in RETRIED_KINDS and self._num_attempts[running.key] < self._workflow.max_attempts
+        if can_retry and not self._is_cancelled:
             logger.warning("%s: attempt %d failed (%s: %s); again", running.key, running.attempt, kind, message)
             del self._running[running.key]
-            self._begin(running.key, num_attempts=running.num_attempts)
+            self._waiting.insert(0, running.key)
+            self.admit()
             return
         failure = TrajectoryFailure(trajectory=running.key, attempt=running.attempt, kind=kind, message=message)
         logger.warning("%s failed (%s): %s", running.key, kind, message)

@@ -282,7 +282,8 @@ class RolloutManager:
     def _requeue(self, instance: _Instance, reason: str) -> None:
         for request_id in list(instance.requests):
             request = self._forget(instance, request_id)
-            assert request is not None
+            if request is None:
+                continue  # an answer below made its trajectory give up this one too
             if request.num_tries > self._config.max_retries:
                 request.on_answer(
                     GenerationFailed(

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from flexmarl.core.ids import PolicyName, SampleKey
 from flexmarl.core.records import CommitRecord
+from flexmarl.models import ScriptedTokenizer
 from flexmarl.objects import list_run_folders
 from flexmarl.runtime.local.process_control import MARK_VARIABLE, start_time_ticks
 from flexmarl.store import SqliteStore
@@ -46,6 +47,29 @@ def scripted_config() -> dict[str, Any]:
         "checkpoint": {"every": 2},
         "eval": {"at_ends": False},
     }
+
+
+def write_scripted_model(folder: Path, *, seed: int = 0) -> Path:
+    """Write a tiny Llama that knows every token of scripted rollouts, as a model folder, and return the folder."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    vocab_size = ScriptedTokenizer().vocab_size
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(vocab_size)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder)
+    return folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

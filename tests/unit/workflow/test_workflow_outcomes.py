@@ -116,7 +116,7 @@ def test_turn_rewards_come_beside_rewards() -> None:
         (
             Outcome(rewards={"writer": 1.0, "judge": 1.0}, success=1),  # type: ignore[arg-type]
             "Outcome.success must be True, False or None, got 1",
-        ),  # type: ignore[arg-type]
+        ),
         (
             Outcome(rewards={"writer": 1.0, "judge": 1.0}, metrics={"m": float("inf")}),
             "metric 'm' must be finite, got inf",
