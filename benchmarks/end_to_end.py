@@ -34,7 +34,7 @@ from typing import Any
 # Before torch is imported: its thread pools read it once.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from peer_job import NUM_NEW_TOKENS, NUM_STEPS, SAMPLES_PER_STEP, SideProcess
+from peer_job import AGENTS, NUM_NEW_TOKENS, NUM_STEPS, SAMPLES_PER_STEP, SideProcess
 from peer_team import run_team, write_models, write_prompts
 from waterfall import PHASES
 
@@ -66,18 +66,17 @@ class Bench:
         self._scratch = scratch
         self._num_steps = num_steps
         self._num_runs = 0
-        model_folder = scratch / "models"
-        model_folder.mkdir()
         self.sides: dict[str, SideProcess] = {}
-        pythons = {"plain": sys.executable} | ({"peer": peer_python} if peer_python else {})
-        scripts = {"plain": "plain_loop.py", "peer": "peer_comlrl.py"}
+        model_folder, prompts = scratch / "models", scratch / "prompts.json"
+        model_folder.mkdir()
+        arguments = [*(str(model_folder / agent) for agent in AGENTS), str(prompts)]
+        pythons = {"plain": sys.executable, "peer": peer_python}
+        for name, script in (("plain", "plain_loop.py"), ("peer", "peer_comlrl.py")):
+            if (python := pythons[name]) is not None:
+                side = SideProcess(python, HERE / script, arguments, log=scratch / f"{name}.log")
+                self.sides[name] = stack.enter_context(side)
         self._folders = write_models(model_folder)
-        prompts = scratch / "prompts.json"
         write_prompts(prompts, self._folders[0], NUM_STEPS)
-        for name, python in pythons.items():
-            arguments = [*map(str, self._folders), str(prompts)]
-            side = SideProcess(python, HERE / scripts[name], arguments, log=scratch / f"{name}.log")
-            self.sides[name] = stack.enter_context(side)
         for side in self.sides.values():
             side.wait_ready()
 

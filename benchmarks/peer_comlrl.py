@@ -1,4 +1,4 @@
-"""The peer job in CoMLRL (MAGRPOTrainer): one side of `end_to_end.py`, run by the interpreter of the peer's environment.
+"""The peer job in CoMLRL (MAGRPOTrainer): one side of `end_to_end.py`, in an environment that holds the peer.
 
 What makes it the same job: two models, one turn, 16 generations a prompt, temperature 1 without top-p and top-k, no end
 token, so that every completion has 48 tokens; a buffer and a batch of 4 prompts, so that an agent updates once every 4
@@ -118,9 +118,8 @@ def run(order: Mapping[str, Any], folders: Sequence[str], prompts: Sequence[str]
 
 def main() -> None:
     """Serve."""
-    *folders, prompts_path = sys.argv[1:]
-    prompts = json.loads(Path(prompts_path).read_text(encoding="utf-8"))
-    serve(lambda order: run(order, folders, prompts))
+    *folders, prompts = sys.argv[1:]
+    serve(lambda order: run(order, folders, json.loads(Path(prompts).read_text(encoding="utf-8"))))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The peer job as a FlexMARL run: the workflow, the configuration, and one run with a check that it did all the work."""
+"""The peer job as a FlexMARL run: the workflow, the configuration, and one run, checked to have done all the work."""
 
 import asyncio
 import json
@@ -17,7 +17,6 @@ from peer_job import (
     questions,
     reward_of,
 )
-
 from waterfall import mean_waterfall, step_waterfalls
 
 import flexmarl
@@ -39,19 +38,22 @@ async def both_at_once(episode: flexmarl.Episode) -> flexmarl.Outcome:
 
 
 def write_models(folder: Path) -> list[Path]:
-    """Write a fresh model per agent, of the shipped model's size; return their folders.
+    """Write a fresh model per agent, of the shipped model's size, into `folder / <agent>`; return these folders.
 
     Fresh, so that what they write differs within every group and no advantage is 0.
     """
     import torch
     from transformers import AutoConfig, LlamaForCausalLM
 
+    from flexmarl.models.load import without_progress_bars
+
     shipped = resolve_model_folder("shipped:chain_sum")
     folders = []
     for seed, agent in enumerate(AGENTS):
         torch.manual_seed(seed)
         shutil.copytree(shipped, folder / agent)
-        LlamaForCausalLM(AutoConfig.from_pretrained(shipped)).save_pretrained(folder / agent)
+        with without_progress_bars():
+            LlamaForCausalLM(AutoConfig.from_pretrained(shipped)).save_pretrained(folder / agent)
         folders.append(folder / agent)
     return folders
 

@@ -82,9 +82,8 @@ def run(order: Mapping[str, Any], folders: Sequence[str], prompts: Sequence[str]
 
 def main() -> None:
     """Serve."""
-    *folders, prompts_path = sys.argv[1:]
-    prompts = json.loads(Path(prompts_path).read_text(encoding="utf-8"))
-    serve(lambda order: run(order, folders, prompts))
+    *folders, prompts = sys.argv[1:]
+    serve(lambda order: run(order, folders, json.loads(Path(prompts).read_text(encoding="utf-8"))))
 
 
 if __name__ == "__main__":

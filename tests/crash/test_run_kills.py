@@ -10,40 +10,29 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flexmarl.core.events import RequestDispatched, WorkerRestarted
 from flexmarl.core.ids import PolicyName
-from flexmarl.core.messages import CacheSealed
+from flexmarl.core.messages import CacheSealed, UpdateApplied
 from flexmarl.telemetry.event_log import read_events
-from flexmarl.telemetry.metrics_log import read_metrics
-from flexmarl.testing.runs import LiveRun, RunLab, TrainedStep, lease_ids, scripted_config, trained_steps, wait_until
+from flexmarl.testing.runs import (
+    GatedRun,
+    LiveRun,
+    RunLab,
+    Trained,
+    lease_ids,
+    records_of,
+    scripted_config,
+    trained,
+    wait_until,
+)
 
 pytestmark = pytest.mark.crash
 
 KILLING = (sys.executable, "-m", "flexmarl.testing.kill_points")
-GATED_QUERY = 5
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a run has trained."""
-
-    steps: dict[int, TrainedStep]
-    metrics: list[dict[str, Any]]
-    """Of each step, without those of time."""
-
-
-def trained(run_dir: Path) -> Trained:
-    rows = [
-        {name: value for name, value in row.items() if not name.endswith(("_s", "num_failed"))}
-        for row in read_metrics(run_dir / "metrics.jsonl")
-    ]
-    return Trained(trained_steps(run_dir), rows)
 
 
 @pytest.fixture(scope="module")
@@ -62,43 +51,17 @@ def lab(tmp_path: Path) -> RunLab:
     return RunLab(tmp_path)
 
 
-class GatedRun:
-    """A live run whose step with query `GATED_QUERY` cannot end before `open_gate`."""
-
-    def __init__(self, lab: RunLab, **sections: Any) -> None:
-        self.lab = lab
-        self.run_dir = lab.folder / "run"
-        self.gate = lab.folder / "gate"
-        config = scripted_config()
-        config["data"]["options"] = {"gate": str(self.gate), "gated_query": GATED_QUERY}
-        for section, values in sections.items():
-            config.setdefault(section, {}).update(values)
-        self.config = lab.write_config(config)
-        self.live = lab.start("train", self.config, "run.dir=run")
-
-    def wait_for_mid_step(self) -> None:
-        """Return when the gated trajectories wait, some rows are in a gradient cache and none can be added any more."""
-        waiting = self.gate.with_name("gate.waiting")
-        wait_until(waiting.exists, f"a trajectory at the gate\n{self.live.output()}")
-        wait_until(lambda: lease_ids(self.run_dir, "status='acknowledged'"), "acknowledged rows")
-
-    def open_gate(self) -> None:
-        self.gate.touch()
-
-    def check_ended(self, undisturbed: Trained) -> None:
-        assert self.live.wait() == 0, self.live.output()
-        self.live.check_nothing_is_left()
-        assert trained(self.run_dir) == undisturbed
-
-    def records(self, kind: type) -> list[Any]:
-        return [event.record for event in read_events(self.run_dir / "events.jsonl") if isinstance(event.record, kind)]
-
-
 @pytest.fixture
 def gated(lab: RunLab) -> Iterator[GatedRun]:
-    run = GatedRun(lab)
+    run = GatedRun(lab, scripted_config())
     with run.live:
         yield run
+
+
+def check_ended(gated: GatedRun, undisturbed: Trained) -> None:
+    assert gated.live.wait() == 0, gated.live.output()
+    gated.live.check_nothing_is_left()
+    assert trained(gated.run_dir) == undisturbed
 
 
 def kill(pid: int) -> None:
@@ -114,19 +77,15 @@ def resume_and_check(lab: RunLab, undisturbed: Trained) -> None:
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
-def test_g2_sigkill_of_an_instance_in_mid_step_loses_no_request(
-    gated: GatedRun, undisturbed: Trained
-) -> None:
+def test_g2_sigkill_of_an_instance_in_mid_step_loses_no_request(gated: GatedRun, undisturbed: Trained) -> None:
     gated.wait_for_mid_step()
     kill(gated.live.worker_pid("instance-ju"))
     gated.open_gate()  # the judge's turns of these trajectories are requested while it is dead
-    gated.check_ended(undisturbed)
-    assert [record.worker for record in gated.records(WorkerRestarted)] == ["instance-ju-0"]
+    check_ended(gated, undisturbed)
+    assert [record.worker for record in records_of(gated.run_dir, WorkerRestarted)] == ["instance-ju-0"]
 
 
-def test_g2_sigkill_of_an_instance_with_requests_in_flight_retries_them(
-    lab: RunLab, undisturbed: Trained
-) -> None:
+def test_g2_sigkill_of_an_instance_with_requests_in_flight_retries_them(lab: RunLab, undisturbed: Trained) -> None:
     config = scripted_config()
     config["rollout"]["backend"]["token_s"] = 0.03
     with lab.start("train", lab.write_config(config), "run.dir=run") as live:
@@ -142,46 +101,105 @@ def test_g2_sigkill_of_an_instance_with_requests_in_flight_retries_them(
     assert {record.instance_id for record in retried} == {"instance-wr-0"}
 
 
-def test_g2_sigkill_of_a_process_group_in_mid_step_trains_every_row_once(
-    gated: GatedRun, undisturbed: Trained
-) -> None:
+def test_g2_sigkill_of_a_process_group_in_mid_step_trains_every_row_once(gated: GatedRun, undisturbed: Trained) -> None:
     gated.wait_for_mid_step()
     kill(gated.live.worker_pid("trainer-wr"))
     gated.open_gate()
-    gated.check_ended(undisturbed)
-    assert [record.worker for record in gated.records(WorkerRestarted)] == ["trainer-wr"]
-    assert gated.records(CacheSealed)
+    check_ended(gated, undisturbed)
+    assert [record.worker for record in records_of(gated.run_dir, WorkerRestarted)] == ["trainer-wr"]
+    assert records_of(gated.run_dir, CacheSealed)
 
 
-def test_g2_sigkill_of_every_worker_at_once_trains_every_row_once(
-    gated: GatedRun, undisturbed: Trained
-) -> None:
+def test_g2_sigkill_of_every_worker_at_once_trains_every_row_once(gated: GatedRun, undisturbed: Trained) -> None:
     gated.wait_for_mid_step()
     for name in ("instance-wr", "instance-ju", "trainer-wr", "trainer-ju"):
         kill(gated.live.worker_pid(name))
     gated.open_gate()
-    gated.check_ended(undisturbed)
+    check_ended(gated, undisturbed)
 
 
-def test_g2_sigkill_of_the_fork_server_in_mid_step_trains_every_row_once(
-    gated: GatedRun, undisturbed: Trained
-) -> None:
+def test_g2_sigkill_of_the_fork_server_in_mid_step_trains_every_row_once(gated: GatedRun, undisturbed: Trained) -> None:
     gated.wait_for_mid_step()
     kill(gated.live.worker_pid("fork_server"))
     gated.open_gate()
-    gated.check_ended(undisturbed)
-    assert len(gated.records(WorkerRestarted)) == 4
+    check_ended(gated, undisturbed)
+    assert len(records_of(gated.run_dir, WorkerRestarted)) == 4
+
+
+def test_g2_sigkill_of_a_process_group_on_a_shared_slot_trains_every_row_once(
+    lab: RunLab, undisturbed: Trained
+) -> None:
+    config = scripted_config()
+    config["training"]["num_slots"] = 1
+    gated = GatedRun(lab, config)
+    with gated.live:
+        gated.wait_for_mid_step()
+        kill(gated.live.worker_pid("trainer-"))
+        gated.open_gate()
+        check_ended(gated, undisturbed)
+
+
+def test_g4_sigkill_of_a_process_group_between_its_update_and_its_report(lab: RunLab, undisturbed: Trained) -> None:
+    """The modelled time of an update passes after its result is published and before it is reported."""
+    config = scripted_config()
+    config["training"]["backend"]["update_s"] = 1.0
+    run_dir = lab.folder / "run"
+    with lab.start("train", lab.write_config(config), "run.dir=run") as live:
+        in_cache = "status IN ('acknowledged', 'sealed')"
+        num_rows = len(undisturbed.steps[0].keys[PolicyName("wr")]) + len(undisturbed.steps[0].keys[PolicyName("ju")])
+        wait_until(lambda: len(lease_ids(run_dir, f"step=0 AND {in_cache}")) == num_rows, "an update")
+        time.sleep(0.3)
+        kill(live.worker_pid("trainer-wr"))
+        assert live.wait() == 0, live.output()
+        live.check_nothing_is_left()
+    assert trained(run_dir) == undisturbed
+    assert [record.worker for record in records_of(run_dir, WorkerRestarted)] == ["trainer-wr"]
+    first_update = next(record.policy for record in records_of(run_dir, UpdateApplied))
+    assert first_update == "ju"  # that of wr was not reported
+
+
+def test_g8_the_other_instance_of_a_policy_takes_over(lab: RunLab, undisturbed: Trained) -> None:
+    config = scripted_config()
+    config["policies"]["wr"]["num_instances"] = 2
+    gated = GatedRun(lab, config)
+    with gated.live:
+        gated.wait_for_mid_step()
+        kill(gated.live.worker_pid("instance-wr"))
+        gated.open_gate()
+        check_ended(gated, undisturbed)
+
+
+def test_g8_sigkill_of_an_instance_in_an_evaluation_changes_no_result(lab: RunLab) -> None:
+    config = scripted_config()
+    config["eval"] = {"num_queries": 6, "samples_per_query": 2}
+    config["pipeline"]["num_steps"] = 1
+    lab.run("train", lab.write_config(config), "run.dir=undisturbed")
+    gated = GatedRun(lab, config, gated_split="held_out")
+    with gated.live:
+        gated.wait_for_gate()
+        kill(gated.live.worker_pid("instance-ju"))
+        gated.open_gate()  # the judge's turns of these trajectories are requested while it is dead
+        assert gated.live.wait() == 0, gated.live.output()
+    expected, found = (
+        json.loads((lab.folder / name / "summary.json").read_text())["eval"] for name in ("undisturbed", "run")
+    )
+    for moment in ("before", "after"):
+        del expected[moment]["duration_s"], found[moment]["duration_s"]
+    assert found == expected
+    assert records_of(lab.folder / "run", WorkerRestarted)
 
 
 @pytest.mark.parametrize("name", ["instance-ju", "trainer-ju"])
 def test_g7_a_stopped_worker_is_replaced(lab: RunLab, undisturbed: Trained, name: str) -> None:
-    gated = GatedRun(lab, runtime={"heartbeat_timeout_s": 1.0})
+    config = scripted_config()
+    config["runtime"] = {"heartbeat_timeout_s": 1.0}
+    gated = GatedRun(lab, config)
     with gated.live:
         gated.wait_for_mid_step()
         os.kill(gated.live.worker_pid(name), signal.SIGSTOP)
         gated.open_gate()
-        gated.check_ended(undisturbed)
-        (restarted,) = gated.records(WorkerRestarted)
+        check_ended(gated, undisturbed)
+        (restarted,) = records_of(gated.run_dir, WorkerRestarted)
         assert restarted.reason == "no heartbeat for 1 s"
 
 
@@ -213,9 +231,7 @@ def test_g7_a_row_that_kills_its_process_group_again_and_again_ends_the_run_with
 # --- the orchestrator -------------------------------------------------------------------------------------------------
 
 
-def test_g2_sigkill_of_the_orchestrator_in_mid_step_and_resume(
-    gated: GatedRun, undisturbed: Trained
-) -> None:
+def test_g2_sigkill_of_the_orchestrator_in_mid_step_and_resume(gated: GatedRun, undisturbed: Trained) -> None:
     gated.wait_for_mid_step()
     check_live(gated.live)
     gated.live.process.kill()
@@ -246,9 +262,7 @@ def check_live(live: LiveRun) -> None:
         "event:checkpoint_written:1",
     ],
 )
-def test_g4_sigkill_of_the_orchestrator_at_a_point_and_resume(
-    lab: RunLab, undisturbed: Trained, point: str
-) -> None:
+def test_g4_sigkill_of_the_orchestrator_at_a_point_and_resume(lab: RunLab, undisturbed: Trained, point: str) -> None:
     config = lab.write_config(scripted_config())
     with lab.start(point, "train", config, "run.dir=run", command=KILLING) as live:
         live.mark()

@@ -89,7 +89,9 @@ def test_g10_a_workflow_that_always_fails_ends_the_run_with_its_line(lab: RunLab
     config = scripted_config()
     config["workflow"]["path"] = "team.py:broken"
     output = lab.run("train", lab.write_config(config), "run.dir=run", expect=1)
-    assert "all 9 trajectories of step 0 failed; the first: workflow_error: KeyError: no field or key 'answer'" in output
+    assert (
+        "all 9 trajectories of step 0 failed; the first: workflow_error: KeyError: no field or key 'answer'" in output
+    )
     assert "team.py:6" in output
     assert "Traceback" not in output
 
@@ -118,7 +120,6 @@ def test_resume_where_no_run_is_changes_nothing(lab: RunLab) -> None:
     assert [path.name for path in (lab.folder / "other").iterdir()] == ["thesis.txt"]
 
 
-@pytest.mark.skipif(os.getuid() == 0 and not Path("/proc/self").exists(), reason="needs a folder nobody can write")
 def test_a_run_folder_that_cannot_be_made_is_named(lab: RunLab) -> None:
     output = lab.run("train", lab.write_config(scripted_config()), "run.dir=/proc/self/run", expect=1)
     assert output.startswith("error: cannot create the run folder /proc/self/run")
@@ -129,10 +130,10 @@ def test_a_run_folder_that_cannot_be_made_is_named(lab: RunLab) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB; only root can make one."""
+    """A file system of 6 MiB; only root can make one."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)]
     if os.getuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
         pytest.skip("cannot mount a tmpfs")
     try:
@@ -141,48 +142,49 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def check_resumable(lab: RunLab, run_dir: Path, num_steps: int) -> None:
-    steps = len(list(read_metrics(run_dir / "metrics.jsonl")))
-    assert steps < num_steps
-    list(read_events(run_dir / "events.jsonl"))
-    lab.run("train", run_dir, "--resume", f"pipeline.num_steps={num_steps}")
-    assert [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")] == list(range(num_steps))
-    assert len(list(read_events(run_dir / "events.jsonl"))) > 100
+def long_run(lab: RunLab) -> Path:
+    """A run of quick steps that writes until it cannot."""
+    config = scripted_config()
+    config["pipeline"]["num_steps"] = 1000
+    config["rollout"]["backend"]["token_s"] = 0.0
+    config["training"]["backend"]["token_s"] = 0.0
+    return lab.write_config(config)
+
+
+def check_readable_and_resumable(lab: RunLab, run_dir: Path) -> None:
+    num_done = len(read_metrics(run_dir / "metrics.jsonl"))
+    assert num_done >= 1
+    num_events = len(list(read_events(run_dir / "events.jsonl")))
+    lab.run("train", run_dir, "--resume", f"pipeline.num_steps={num_done + 2}")
+    assert [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")] == list(range(num_done + 2))
+    assert len(list(read_events(run_dir / "events.jsonl"))) > num_events
+    assert sorted(trained_steps(run_dir)) == list(range(num_done + 2))
 
 
 def test_g7_a_full_disk_ends_the_run_with_a_clear_error_and_it_resumes_when_there_is_room(
     lab: RunLab, small_disk: Path
 ) -> None:
-    config = scripted_config()
-    config["pipeline"]["num_steps"] = 200
     run_dir = small_disk / "run"
-    output = lab.run("train", lab.write_config(config), f"run.dir={run_dir}", expect=1)
+    output = lab.run("train", long_run(lab), f"run.dir={run_dir}", expect=1)
     assert "Traceback" not in output
     last = output.splitlines()[-1]
     assert last.startswith("error: ")
     assert str(run_dir) in last
-    assert any(word in last for word in ("No space left on device", "disk is full", "disk I/O error")), last
+    assert "resume" in last
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
-    num_done = len(read_metrics(run_dir / "metrics.jsonl"))
-    assert num_done >= 2
-    check_resumable(lab, run_dir, num_done + 2)
+    check_readable_and_resumable(lab, run_dir)
 
 
 def test_g7_a_file_size_limit_ends_the_run_with_a_clear_error_and_it_resumes_without_it(lab: RunLab) -> None:
-    config = scripted_config()
-    config["pipeline"]["num_steps"] = 200
-    limit_bytes = 400_000
+    limit_bytes = 3_000_000
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
 
-    output = lab.run("train", lab.write_config(config), "run.dir=run", expect=1, preexec=limit)
+    output = lab.run("train", long_run(lab), "run.dir=run", expect=1, preexec=limit)
     assert "Traceback" not in output
     assert output.splitlines()[-1].startswith("error: ")
-    run_dir = lab.folder / "run"
-    num_done = len(read_metrics(run_dir / "metrics.jsonl"))
-    assert num_done >= 2
-    check_resumable(lab, run_dir, num_done + 2)
+    check_readable_and_resumable(lab, lab.folder / "run")
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------

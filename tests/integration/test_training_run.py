@@ -1,6 +1,6 @@
 """Whole runs with real processes: scripted rollouts that end at different times, real training on a tiny model.
 
-Tokens are scripted, so that a run's tokens do not depend on float bits; canonical accumulation makes the training exact.
+Tokens are scripted, so that they do not depend on float bits; canonical accumulation makes the training exact.
 Then every schedule must give the same bits.
 """
 

@@ -41,6 +41,8 @@ class OrderedInbox:
         task = asyncio.get_running_loop().create_task(self._run(name, work, then), name=name)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
+        # A task that is cancelled before its first turn never awaits `work`, and Python would complain about it.
+        task.add_done_callback(lambda _: work.close())
 
     async def _run(self, name: str, work: Coroutine[Any, Any, T], then: Callable[[T], None]) -> None:
         try:

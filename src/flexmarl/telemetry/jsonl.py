@@ -13,6 +13,7 @@ from typing import Any
 from flexmarl.core.errors import InvariantError, StoreError
 
 _TAIL_BYTES = 1 << 16
+_FIX = "make room on the disk, then go on with --resume"
 
 
 class AppendFile:
@@ -58,7 +59,7 @@ class AppendFile:
             while content:
                 content = content[os.write(self._fd, content) :]
         except OSError as error:
-            raise StoreError(f"cannot write {self.path}: {error}") from error
+            raise StoreError(f"cannot write {self.path}: {error}; {_FIX}") from error
 
     def close(self) -> None:
         """Flush and close; a second call does nothing."""
@@ -156,4 +157,4 @@ def write_atomically(path: Path, content: str) -> None:
         finally:
             os.close(folder)
     except OSError as error:
-        raise StoreError(f"cannot write {path}: {error}") from error
+        raise StoreError(f"cannot write {path}: {error}; {_FIX}") from error

@@ -1,8 +1,10 @@
-"""The command line in a process that kills itself at a chosen point: `python -m flexmarl.testing.kill_points POINT ...`.
+"""The command line in a process that kills itself at a chosen point.
 
-POINT is `event:KIND:N` (as the N-th event of this kind is about to be logged, counted from 1; `event:work_done/PREFIX:N`
-looks at the work's name too) or `AUDIT:TEXT:N` (as the N-th audit event `open`, `os.rename`, `os.mkdir` or
-`shutil.rmtree` with TEXT in its first path is about to happen). The remaining arguments are those of `flexmarl`.
+    python -m flexmarl.testing.kill_points POINT train CONFIG ...
+
+POINT is `event:KIND:N`: as the N-th event of this kind, counted from 1, is about to be logged. `event:work_done/TEXT:N`
+counts only work whose name begins so. Or it is `AUDIT:TEXT:N`: as the N-th audit event `open`, `os.rename`, `os.mkdir`
+or `shutil.rmtree` with TEXT in its first path is about to happen.
 """
 
 import os

@@ -23,6 +23,8 @@ from flexmarl.objects import list_run_folders
 from flexmarl.runtime.local.process_control import MARK_VARIABLE, start_time_ticks
 from flexmarl.store import SqliteStore
 from flexmarl.store.schema import decode_record
+from flexmarl.telemetry.event_log import read_events
+from flexmarl.telemetry.metrics_log import read_metrics
 
 T = TypeVar("T")
 
@@ -86,6 +88,29 @@ def trained_steps(run_dir: Path) -> dict[int, TrainedStep]:
         rows = connection.execute("SELECT record FROM commits ORDER BY step").fetchall()
     commits = [decode_record(CommitRecord, text) for (text,) in rows]
     return asyncio.run(_trained_steps(run_dir, commits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a run has trained."""
+
+    steps: dict[int, TrainedStep]
+    metrics: list[dict[str, Any]]
+    """Of each step, without those of time."""
+
+
+def trained(run_dir: Path) -> Trained:
+    """Return what a run that has ended has trained."""
+    rows = [
+        {name: value for name, value in row.items() if not name.endswith(("_s", "num_failed"))}
+        for row in read_metrics(run_dir / "metrics.jsonl")
+    ]
+    return Trained(steps=trained_steps(run_dir), metrics=rows)
+
+
+def records_of(run_dir: Path, kind: type[T]) -> list[T]:
+    """Return the records of a class in the event log."""
+    return [event.record for event in read_events(run_dir / "events.jsonl") if isinstance(event.record, kind)]
 
 
 async def _trained_steps(run_dir: Path, commits: Sequence[CommitRecord]) -> dict[int, TrainedStep]:
@@ -250,6 +275,35 @@ class RunLab:
             assert code == expect, f"exit code {code}, expected {expect}:\n{output}"
             run.check_nothing_is_left()
         return output
+
+
+class GatedRun:
+    """A live run in which the trajectories of one query wait until `open_gate`, after their first turn."""
+
+    def __init__(
+        self, lab: RunLab, config: Mapping[str, Any], *, gated_query: int = 5, gated_split: str = "train"
+    ) -> None:
+        """Start it, in the folder `run` of the lab."""
+        self.lab = lab
+        self.run_dir = lab.folder / "run"
+        self._gate = lab.folder / "gate"
+        options = {"gate": str(self._gate), "gated_query": gated_query, "gated_split": gated_split}
+        config = {**config, "data": {**config["data"], "options": options}}
+        self.live = lab.start("train", lab.write_config(config), "run.dir=run")
+
+    def wait_for_mid_step(self) -> None:
+        """Return when trajectories wait at the gate and rows of others are in a gradient cache."""
+        self.wait_for_gate()
+        wait_until(lambda: lease_ids(self.run_dir, "status='acknowledged'"), "acknowledged rows")
+
+    def wait_for_gate(self) -> None:
+        """Return when a trajectory waits at the gate."""
+        waiting = self._gate.with_name(f"{self._gate.name}.waiting")
+        wait_until(waiting.exists, f"a trajectory at the gate\n{self.live.output()}")
+
+    def open_gate(self) -> None:
+        """Let the trajectories go on, also those of a resumed run."""
+        self._gate.touch()
 
 
 def _marked(mark: str) -> list[int]:

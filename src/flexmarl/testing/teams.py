@@ -14,13 +14,19 @@ _LOOK_S = 0.005
 
 
 def load_queries(
-    *, split: str, num_queries: int | None, seed: int, gate: str | None = None, gated_query: int = 0
+    *,
+    split: str,
+    num_queries: int | None,
+    seed: int,
+    gate: str | None = None,
+    gated_query: int = 0,
+    gated_split: str = "train",
 ) -> list[dict[str, Any]]:
-    """Return numbered questions; number `gated_query` of split `train` holds its trajectories up at `gate`."""
+    """Return numbered questions; number `gated_query` of `gated_split` holds its trajectories up at `gate`."""
     queries: list[dict[str, Any]] = [
         {"question": f"{split} {seed}: {number}+{number * 7}"} for number in range(num_queries or 12)
     ]
-    if gate is not None and split == "train":
+    if gate is not None and split == gated_split:
         queries[gated_query]["gate"] = gate
     return queries
 
@@ -43,5 +49,5 @@ async def pair(episode: Episode) -> Outcome:
 
 async def _wait_at(gate: Path) -> None:
     gate.with_name(f"{gate.name}.waiting").touch()
-    while not gate.exists():
+    while not gate.exists():  # noqa: ASYNC110, ASYNC240 (the test that makes the file is another process)
         await asyncio.sleep(_LOOK_S)

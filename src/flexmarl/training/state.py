@@ -6,7 +6,8 @@ from enum import Enum
 
 from flexmarl.config import TrainingConfig
 from flexmarl.core.ids import ObjectKey, PolicyName, SampleKey
-from flexmarl.core.protocols import EventSink, ExperienceStore, Inbox, Runtime
+from flexmarl.core.messages import ApplyUpdate, SealCache
+from flexmarl.core.protocols import EventSink, ExperienceStore, Inbox, Lease, Runtime
 from flexmarl.core.records import Denominators, Seal
 from flexmarl.scheduling import ReadySample, cut_by_tokens
 from flexmarl.training.metrics import combine_metrics
@@ -71,8 +72,8 @@ class GradientProgress:
     metrics: dict[str, float] = field(default_factory=dict)
     sealed_metrics: dict[ObjectKey, dict[str, float]] = field(default_factory=dict)
     """The metrics of what each seal holds."""
-    num_deaths: dict[SampleKey, int] = field(default_factory=dict)
-    """How often a process group has died while it worked on the sample."""
+    num_deaths: dict[SampleKey | str, int] = field(default_factory=dict)
+    """How often a process group has died while it worked on a sample, or on a command that has none."""
 
     @property
     def has_gradient(self) -> bool:
@@ -104,6 +105,7 @@ class GradientProgress:
 
     def sealed(self, object_key: ObjectKey, policy: PolicyName) -> Seal:
         """Return the record of a seal that holds all that is in the cache now."""
+        self.num_deaths.pop(SealCache.__name__, None)
         self.sealed_metrics[object_key] = dict(self.metrics)
         return Seal(
             policy=policy,
@@ -114,10 +116,18 @@ class GradientProgress:
             denominators=self.denominators,
         )
 
-    def died_with(self, keys: Sequence[SampleKey]) -> int:
-        """Count a death while it worked on `keys`; return the number of deaths of the sample that has the most."""
-        for key in keys:
-            self.num_deaths[key] = self.num_deaths.get(key, 0) + 1
+    def died_with(self, lease: Lease | None, command: str | None) -> int:
+        """Count a death while it worked on a lease, or on a command; return the deaths of what has the most.
+
+        Others' progress in between does not count: what died with the update trains its unsealed samples again first.
+        """
+        work: Sequence[SampleKey | str] = ()
+        if lease is not None:
+            work = lease.keys
+        elif command in (SealCache.__name__, ApplyUpdate.__name__):
+            work = (command,)
+        for item in work:
+            self.num_deaths[item] = self.num_deaths.get(item, 0) + 1
         return max(self.num_deaths.values(), default=0)
 
     def restart(self, seal: Seal | None, released: Sequence[SampleKey]) -> None:

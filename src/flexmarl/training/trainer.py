@@ -207,10 +207,11 @@ class Trainer:
     def _handle(self, worker_id: WorkerId, fact: object) -> None:
         if worker_id != self.worker_id:
             return
+        command = self._busy_with
         self._end_command()
         match fact:
             case WorkerExited():
-                self._exited(fact)
+                self._exited(fact, command)
                 return
             case WorkerReady():
                 seal = self._gradient.seal
@@ -286,7 +287,7 @@ class Trainer:
         self._forget_seal()
         gradient.unsealed.clear()
 
-    def _exited(self, fact: WorkerExited) -> None:
+    def _exited(self, fact: WorkerExited, command: str | None) -> None:
         dead_holder = self.holder
         was_suspended = self.state is TrainerState.SUSPENDING and fact.is_expected
         self.handle = None
@@ -298,9 +299,9 @@ class Trainer:
             return
         if not was_suspended:
             self._num_deaths += 1
-            of_rows = self._gradient.died_with(self._lease.keys if self._lease else ())
-            if max(self._num_deaths, of_rows) >= self._seams.config.max_attempts:
-                self._seams.inbox.fail(self._too_many_deaths(fact.reason))
+            of_work = self._gradient.died_with(self._lease, command)
+            if max(self._num_deaths, of_work) >= self._seams.config.max_attempts:
+                self._seams.inbox.fail(self._too_many_deaths(fact.reason, command))
                 return
             logger.warning("%s ended (%s); starting it again from its last seal", dead_holder, fact.reason)
             self._seams.events.emit(
@@ -330,9 +331,9 @@ class Trainer:
 
         self._store_work(f"release {dead_holder}", release(), released)
 
-    def _too_many_deaths(self, reason: str) -> BackendError:
+    def _too_many_deaths(self, reason: str, command: str | None) -> BackendError:
         lease = self._lease
-        doing = "no micro-batch"
+        doing = "no micro-batch" if command is None else f"{command} in flight"
         if lease is not None:
             rows = ", ".join(str(key) for key in lease.keys[:5])
             doing = f"micro-batch {lease.micro_batch_id} (rows {rows}{', ...' if len(lease.keys) > 5 else ''})"

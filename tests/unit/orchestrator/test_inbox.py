@@ -1,12 +1,14 @@
 """The ordered inbox: one fact at a time, errors end the run, a cancelled timer does nothing."""
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from flexmarl.core.errors import BackendError, FencedError
 from flexmarl.core.messages import TimerFired, WorkDone, WorkerReady
+from flexmarl.core.protocols import Timer
 from flexmarl.orchestrator.inbox import OrderedInbox
 from flexmarl.runtime.simulated import VirtualTimeLoop
 from flexmarl.testing.events import RecordingSink
@@ -164,14 +166,31 @@ def test_a_timer_cancelled_after_it_fired_but_before_its_turn_does_nothing() -> 
         sink = RecordingSink()
         inbox = OrderedInbox(sink)
         handled: list[str] = []
-        asyncio.get_running_loop().call_at(1.0, inbox.post, "w", WorkerReady(pid=1), lambda: timer.cancel())
-        timer = inbox.set_timer("deadline", 1.0, lambda: handled.append("too late"))
+        timers: list[Timer] = []
+        # Posted before the timer's fact and handled before it: the answer has come, the deadline is off.
+        asyncio.get_running_loop().call_at(1.0, inbox.post, "w", WorkerReady(pid=1), lambda: timers[0].cancel())
+        timers.append(inbox.set_timer("deadline", 1.0, lambda: handled.append("too late")))
         inbox.set_timer("end", 2.0, lambda: handled.append("end"))
         await inbox.run_until(lambda: "end" in handled)
         assert [type(record) for record in sink.records] == [WorkerReady, TimerFired, TimerFired]
         assert handled == ["end"]
 
     virtually(main)
+
+
+def test_work_cancelled_before_it_began_is_closed() -> None:
+    async def work() -> None:
+        raise AssertionError("it never runs")
+
+    begun = work()
+
+    async def main() -> None:
+        inbox = OrderedInbox(RecordingSink())
+        inbox.start("work", begun, lambda _: None)
+        await inbox.close()
+
+    virtually(main)
+    assert inspect.getcoroutinestate(begun) == inspect.CORO_CLOSED
 
 
 def test_close_cancels_work_and_waits_for_it() -> None:

@@ -25,7 +25,7 @@ from flexmarl.core.records import GenerationRequest
 from flexmarl.models import FlatParameters, new_causal_lm
 from flexmarl.rollout.backends.forward import Forward, HuggingFaceForward
 from flexmarl.rollout.backends.kv_cache import SlotCache
-from flexmarl.rollout.backends.llama import LlamaForward
+from flexmarl.rollout.backends.llama import BLOCK_TOKENS, LlamaForward
 from flexmarl.rollout.backends.passes import decode_pass, prefill_pass
 from flexmarl.rollout.backends.requests import check_request
 from flexmarl.rollout.backends.sampling import draw_tokens
@@ -190,4 +190,5 @@ def new_slot_cache(model: Any, num_slots: int) -> SlotCache:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
         dtype=model.dtype,
         device=model.device,
+        block_tokens=BLOCK_TOKENS if LlamaForward.serves(model) else None,
     )
