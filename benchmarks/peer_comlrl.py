@@ -68,7 +68,7 @@ def make_trainer(folders: Sequence[str], prompts: Sequence[str]) -> Any:
     )
 
 
-class LimitReached(Exception):
+class LimitReachedError(Exception):
     """The limit of the order has passed."""
 
 
@@ -76,7 +76,6 @@ class Meter:
     """Watches a trainer: when each step ends, and what was really generated and trained."""
 
     def __init__(self, trainer: Any, *, limit_s: float) -> None:
-        self._limit_s = limit_s
         self.step_s: list[float] = []
         self.num_samples = 0
         self.num_tokens = 0
@@ -86,10 +85,11 @@ class Meter:
         trainer._train_step_returns = self._measured_query
         trainer._compute_loss_with_gradients = self._counted_loss
         self._start_s = time.perf_counter()
+        self._limit_s = self._start_s + limit_s
 
     def _measured_query(self, item: Any, **options: Any) -> None:
-        if self._num_queries % NUM_QUERIES == 0 and sum(self.step_s) > self._limit_s:
-            raise LimitReached
+        if time.perf_counter() > self._limit_s:
+            raise LimitReachedError
         self._train_query(item, **options)
         self._num_queries += 1
         if self._num_queries % NUM_QUERIES == 0:
@@ -111,7 +111,7 @@ def run(order: Mapping[str, Any], folders: Sequence[str], prompts: Sequence[str]
     trainer = make_trainer(folders, prompts[: order["num_steps"] * NUM_QUERIES])
     trainer.verbose = False
     meter = Meter(trainer, limit_s=order["limit_s"])
-    with suppress(LimitReached):
+    with suppress(LimitReachedError):
         trainer.train()
     return {"step_s": meter.step_s, "num_samples": meter.num_samples, "num_tokens": meter.num_tokens}
 

@@ -3,8 +3,7 @@
 Standard library only: the peer runs it in an environment of its own. A side is a process that loads its imports, says
 `{"ready": true}`, then reads one JSON object a line, an order, and answers with one, `{"step_s": [...], "num_samples",
 "num_tokens"}`. Models are made before the first step, outside of its time. An order is `{"num_steps", "num_threads",
-"seed", "limit_s"}`; after a step that ends later than `limit_s` no other begins (a bad number of threads can cost 10
-times the time).
+"seed", "limit_s"}`; after `limit_s` nothing more is begun (a bad number of threads can cost 10 times the time).
 """
 
 import json
@@ -25,8 +24,8 @@ LEARNING_RATE = 1e-5
 SAMPLES_PER_STEP = len(AGENTS) * NUM_QUERIES * NUM_TRAJECTORIES
 START_TIMEOUT_S = 180.0
 """Importing torch and transformers takes 10 s on an idle machine, several times that on a crowded one."""
-RUN_TIMEOUT_S = 120.0
-"""The last step that begins within the limit of an order must end so long after it."""
+RUN_TIMEOUT_S = 60.0
+"""A side that has not answered so long after the limit of its order is ended."""
 
 
 def questions(num_steps: int) -> list[str]:
@@ -47,6 +46,10 @@ def serve(run: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), file=answers, flush=True)
+
+
+class TooSlowError(RuntimeError):
+    """A side went on for long after the limit of its order, and was ended."""
 
 
 class SideProcess:
@@ -76,6 +79,7 @@ class SideProcess:
         """Return the seconds of each step but the first, which warms up.
 
         Raises:
+            TooSlowError: the side did not keep to the limit; it has ended.
             RuntimeError: the side ended, or did not generate and train exactly the tokens of the job.
         """
         assert self._process.stdin is not None
@@ -111,14 +115,22 @@ class SideProcess:
 
     def _read(self, *, timeout_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None
-        timer = threading.Timer(timeout_s, self._process.kill)
+        is_too_slow = threading.Event()
+
+        def end() -> None:
+            is_too_slow.set()
+            self._process.kill()
+
+        timer = threading.Timer(timeout_s, end)
         timer.start()
         try:
             line = self._process.stdout.readline()
         finally:
             timer.cancel()
+        if is_too_slow.is_set():
+            raise TooSlowError(f"{self._name} gave no answer within {timeout_s:.0f} s")
         if not line:
-            raise self._failure(f"ended, or gave no answer within {timeout_s:.0f} s")
+            raise self._failure("ended")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -11,14 +11,10 @@ at its peak beyond the inputs, each side in its own process (Linux).
 Usage: .venv/bin/python benchmarks/train.py [--json] [--quick]
 """
 
-import argparse
-import hashlib
 import json
 import multiprocessing
 import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +25,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import transformers
+from report import parser_of, spread_of, with_setting
 from torch import Tensor
 
 from flexmarl.algorithms.losses import policy_gradient_loss, projected_loss
@@ -213,13 +210,7 @@ def measure(*, is_quick: bool) -> dict[str, Any]:
         training["spread"][f"{side}logprob_s"] = spread_of(durations)
     logprob = {"num_tokens": num_tokens, "vocabulary": VOCABULARY, "hidden": HIDDEN, "repeats": repeats}
     config = {"training": training["config"], "logprob": logprob, "model": model_name, "threads": 1}
-    return result | {
-        "spread": training["spread"],
-        "is_quick": is_quick,
-        "config": config,
-        "config_hash": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12],
-        "environment": environment(),
-    }
+    return with_setting(result | {"spread": training["spread"]}, config, is_quick=is_quick)
 
 
 def model_folder(scratch: Path) -> tuple[Path, str]:
@@ -239,33 +230,11 @@ def model_folder(scratch: Path) -> tuple[Path, str]:
     return scratch, "random Llama of the same size"
 
 
-def spread_of(values: Sequence[float]) -> dict[str, float]:
-    """Return median, least and greatest."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def environment() -> dict[str, Any]:
-    """Return commit, versions and hardware."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return {
-        "commit": commit.stdout.strip() if commit.returncode == 0 else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "machine": platform.machine(),
-        "num_cpus": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-    }
-
-
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description="Training backend beside a padded and a length-sorted loop.")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object in the last line")
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter samples: under a minute")
-    arguments = parser.parse_args()
+    arguments = parser_of(
+        "Training backend beside a padded and a length-sorted loop.", quick="fewer and shorter samples"
+    ).parse_args()
     result = measure(is_quick=arguments.quick)
     if arguments.json:
         print(json.dumps(result))
