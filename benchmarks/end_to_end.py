@@ -45,7 +45,7 @@ TIME_LIMIT_S = 1080.0
 """No further repeat begins when it would end later than this."""
 
 SETTING: tuple[str, ...] = ()
-"""The overrides that FlexMARL runs with: the best of GRID on two cores."""
+"""The overrides that FlexMARL runs with: none, what a user gets. `--tune` compares others."""
 GRID: tuple[tuple[str, ...], ...] = (
     (),
     ("rollout.inter_query=2",),

@@ -100,7 +100,10 @@ def run_team(
     Raises:
         RuntimeError: a sample was not trained, or a turn has not its 48 tokens.
     """
-    flexmarl.train(make_config(folders, run_dir, num_steps=num_steps, seed=seed, setting=setting))
+    result = flexmarl.train(make_config(folders, run_dir, num_steps=num_steps, seed=seed, setting=setting))
+    if result.stopped_by is not None:
+        # A run takes Ctrl-C as its own end; here it means the end of the benchmark.
+        raise SystemExit(f"stopped by {result.stopped_by}")
     rows = read_metrics(run_dir / "metrics.jsonl")
     if len(rows) != num_steps:
         raise RuntimeError(f"{len(rows)} steps were committed, expected {num_steps}")

@@ -9,8 +9,8 @@ import pytest
 
 pytestmark = pytest.mark.examples
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+FOLDER = Path(__file__).parents[2] / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.yaml"))
 SMALL = ["pipeline.num_steps=2", "pipeline.queries_per_step=4", "pipeline.trajectories_per_query=4"]
 SMALL_EVALUATION = ["eval.num_queries=8"]
 
@@ -18,7 +18,7 @@ SMALL_EVALUATION = ["eval.num_queries=8"]
 def flexmarl(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [Path(sys.executable).with_name("flexmarl"), *arguments],
-        cwd=ROOT,
+        cwd=FOLDER,
         capture_output=True,
         text=True,
         timeout=170,
@@ -27,7 +27,7 @@ def flexmarl(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_there_are_examples() -> None:
-    assert {path.name for path in EXAMPLES} >= {"quickstart.yaml", "own_team.yaml"}
+    assert {path.name for path in EXAMPLES} >= {"quickstart.yaml", "column_sum.yaml", "own_team.yaml"}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -48,7 +48,7 @@ def test_example_trains(example: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_and_is_evaluated(tmp_path: Path) -> None:
-    example, run_dir = ROOT / "examples" / "own_team.yaml", tmp_path / "run"
+    example, run_dir = FOLDER / "own_team.yaml", tmp_path / "run"
     first = flexmarl("train", example, f"run.dir={run_dir}", *SMALL, *SMALL_EVALUATION, "--quiet")
     assert first.returncode == 0, first.stdout + first.stderr
     again = flexmarl("train", run_dir, "pipeline.num_steps=3", "--resume", "--quiet")

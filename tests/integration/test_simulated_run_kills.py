@@ -29,7 +29,7 @@ pytestmark = pytest.mark.integration
 T = TypeVar("T")
 
 NUM_STEPS = 2
-STRIDE = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 11
+STRIDE = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 23
 WORKERS = ["trainer-small", "trainer-large", "instance-small-0", "instance-large-0", "episodes"]
 
 
@@ -170,4 +170,4 @@ def test_g2_g4_a_kill_at_any_turn_changes_no_sample_and_no_weight(
         assert found.digests == undisturbed.digests, where
         assert found.ended == undisturbed.ended, where
         assert found.last == RunEnded(policy_version=NUM_STEPS, reason="finished"), where
-    assert num_killed > num_turns / STRIDE / 4
+    assert num_killed > num_turns / STRIDE / 4  # at the other turns it was not running

@@ -1,5 +1,8 @@
 """An instance as a worker builds it: the embedded engine on a model folder, fed through messages."""
 
+import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -180,3 +183,42 @@ def test_a_scripted_instance_speaks_the_scripted_tokenizers_tokens() -> None:
     assert all(set(ScriptedTokenizer().decode(each.tokens)) <= set("01+") for each in completions)
     with pytest.raises(ConfigError, match="printable ASCII"):
         build_instance(context_of(objects), {"policy": "actor", "backend": {"kind": "scripted", "vocabulary": "0é"}})
+
+
+def deterministic_bits(folder: Path, numbers: list[int]) -> dict[str, tuple[list[int], list[str]]]:
+    """Return tokens and exact log-probs of requests that a new deterministic instance gets in this order."""
+    objects = Objects()
+    packed = FlatParameters(load_causal_lm(folder)).packed()
+    objects.contents[ObjectKey("weights", "actor", 0)] = packed
+    options = {
+        "policy": "actor",
+        "model_folder": str(folder),
+        "backend": {"kind": "transformers", "num_slots": 6},
+        "is_deterministic": True,
+    }
+    service = build_instance(context_of(objects), options)
+    service.handle(load_of(0, packed))
+    for number in numbers:
+        service.handle(generate(f"r{number}", version=0, prompt=(3,) * (1 + 5 * (number % 4)), limit=9 + number))
+    completions = [answer.completion for answer in drain(service) if isinstance(answer, Generated)]
+    service.close()
+    return {str(each.request_id): (list(each.tokens), [value.hex() for value in each.logprobs]) for each in completions}
+
+
+def test_deterministic_bits_are_those_of_another_process_with_other_company(folder: Path) -> None:
+    here = deterministic_bits(folder, list(range(14)))
+    # This file as a script: see its end.
+    done = subprocess.run(
+        [sys.executable, __file__, str(folder), json.dumps([13, 2, 9, 4, 0])],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    there = {name: (tokens, bits) for name, (tokens, bits) in json.loads(done.stdout.splitlines()[-1]).items()}
+    assert there.keys() == {"r13", "r2", "r9", "r4", "r0"}
+    assert there == {name: here[name] for name in there}
+
+
+if __name__ == "__main__":
+    print(json.dumps(deterministic_bits(Path(sys.argv[1]), json.loads(sys.argv[2]))))

@@ -4,34 +4,33 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from flexmarl.api.data import Query, load_held_out_queries, load_train_queries
-from flexmarl.api.workers import (
-    episode_worker_spec,
-    instance_specs,
-    make_tokenizer,
-    model_folder,
-    needs_model,
-    trainer_specs,
-)
+from flexmarl.api.data import Query, Split, load_held_out_queries, load_train_queries
+from flexmarl.api.model_check import ModelFacts, check_model
+from flexmarl.api.workers import agent_setups, episode_worker_spec, instance_specs, needs_model, trainer_specs
+from flexmarl.api.workflow_check import WorkflowCheck, WorkflowChecker
 from flexmarl.config import RootConfig
-from flexmarl.core.errors import ConfigError
-from flexmarl.core.protocols import Runtime
-from flexmarl.models import ScriptedTokenizer, context_length, resolve_model_folder
+from flexmarl.core.ids import AgentName, WorkerId
+from flexmarl.core.protocols import Runtime, Tokenizer
+from flexmarl.models import resolve_model_folder
 from flexmarl.orchestrator.parts import RunParts, RunResult
 from flexmarl.orchestrator.trajectories import EndedTrajectory
 from flexmarl.store import SqliteStore
-from flexmarl.telemetry import EventLog, MetricsLog, PeakMemory, ProgressListener, RunFolder, open_trackers
+from flexmarl.telemetry import (
+    EventLog,
+    MetricsLog,
+    ProgressListener,
+    RunFolder,
+    check_trackers,
+    open_trackers,
+)
 from flexmarl.workflow.load import load_workflow
 
 T = TypeVar("T")
-
-MEMORY_SAMPLE_S = 3.0
-"""Time between two looks at the memory of the process tree; one look costs some milliseconds per process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,43 +39,52 @@ class CheckedInputs:
 
     train_queries: list[Query]
     held_out_queries: list[Query]
+    tokenizers: Mapping[str, Tokenizer]
+    """By policy."""
+    models: Mapping[str, ModelFacts]
+    """By policy; empty when no engine loads a model."""
+    workflow: WorkflowCheck | None
+    """None when `workflow.dry_run` is off."""
 
 
-def check_inputs(config: RootConfig) -> CheckedInputs:
-    """Load what the configuration points to, as far as no model is needed.
+def check_inputs(config: RootConfig, *, is_thorough: bool = False) -> CheckedInputs:
+    """Load what the configuration points to, as far as no model is needed; `is_thorough` takes its time for it.
 
     Raises:
-        ConfigError: the workflow, the data or a model folder is missing or wrong.
+        ConfigError: the workflow, the data, a model folder or a tracker is missing or wrong.
     """
-    load_workflow(config.workflow.path)
-    if needs_model(config):
-        for name, policy in config.policies.items():
-            folder = resolve_model_folder(policy.model)
-            _check_context(config, name, context_length(folder))
-            if config.rollout.backend.kind == "scripted":
-                _check_scripted_vocabulary(name, folder)
-    return CheckedInputs(train_queries=load_train_queries(config), held_out_queries=load_held_out_queries(config))
-
-
-def _check_context(config: RootConfig, policy: str, context_tokens: int) -> None:
-    for name, agent in config.agents.items():
-        limit = agent.max_new_tokens or config.rollout.max_new_tokens
-        if agent.policy == policy and limit >= context_tokens:
-            key = f"agents.{name}.max_new_tokens" if agent.max_new_tokens else "rollout.max_new_tokens"
-            raise ConfigError(
-                f"{key}={limit} leaves no room for a prompt: the context of policies.{policy}.model="
-                f"{config.policies[policy].model} has {context_tokens} tokens; lower it"
-            )
-
-
-def _check_scripted_vocabulary(policy: str, folder: Path) -> None:
-    vocab_size = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("vocab_size", 0)
-    needed = ScriptedTokenizer().vocab_size
-    if vocab_size < needed:
-        raise ConfigError(
-            f"rollout.backend.kind=scripted draws from {needed} token ids, but the model of policy {policy} has "
-            f"vocab_size={vocab_size}: train a larger one, or set training.backend.kind=scripted"
+    check_trackers(config.telemetry.trackers)
+    function = load_workflow(config.workflow.path)
+    setups = agent_setups(episode_worker_spec(config)(WorkerId("check")).options)
+    tokenizers = {agent.policy: setups[AgentName(name)].tokenizer for name, agent in config.agents.items()}
+    has_model = needs_model(config)
+    models = {name: check_model(config, name, tokenizers[name]) for name in config.policies} if has_model else {}
+    queries: dict[Split, list[Query]] = {
+        "train": load_train_queries(config),
+        "held_out": load_held_out_queries(config),
+    }
+    workflow = None
+    if config.workflow.dry_run:
+        has_context = config.rollout.backend.kind != "scripted"
+        checker = WorkflowChecker(
+            config,
+            function,
+            setups,
+            queries,
+            context_tokens={
+                AgentName(name): models[agent.policy].context_tokens
+                for name, agent in config.agents.items()
+                if has_context
+            },
         )
+        workflow = checker.check(is_thorough=is_thorough)
+    return CheckedInputs(
+        train_queries=queries["train"],
+        held_out_queries=queries["held_out"],
+        tokenizers=tokenizers,
+        models=models,
+        workflow=workflow,
+    )
 
 
 def run_on(config: RootConfig, folder: RunFolder, main: Callable[[Runtime], Awaitable[T]]) -> T:
@@ -129,19 +137,10 @@ async def build_parts(
     first_step: int,
     store: SqliteStore,
     listener: ProgressListener,
-    memory: PeakMemory,
     on_baseline: Callable[[RunResult], None],
 ) -> RunParts:
     """Put together what the orchestrator runs on."""
     events = EventLog(folder.events_path, runtime.clock)
-    last_sample_s = -MEMORY_SAMPLE_S
-
-    def sample_memory() -> None:
-        nonlocal last_sample_s
-        if runtime.clock.now_s() - last_sample_s >= MEMORY_SAMPLE_S:
-            last_sample_s = runtime.clock.now_s()
-            memory.sample()
-
     metrics = MetricsLog(folder.metrics_path, first_step=first_step)
     trackers = open_trackers(
         config.telemetry.trackers, run_dir=folder.path, run_name=config.run.name, config=config.model_dump(mode="json")
@@ -168,29 +167,26 @@ async def build_parts(
         train_queries=inputs.train_queries,
         held_out_queries=inputs.held_out_queries,
         run_dir=folder.path,
-        on_trajectory=_trajectory_writer(config, folder.trajectories_path, inputs.train_queries),
-        on_boundary=sample_memory,
+        on_trajectory=_trajectory_writer(inputs, folder.trajectories_path),
         on_baseline=on_baseline,
     )
 
 
-def _trajectory_writer(config: RootConfig, path: Path, queries: list[Query]) -> Callable[[EndedTrajectory], None]:
+def _trajectory_writer(inputs: CheckedInputs, path: Path) -> Callable[[EndedTrajectory], None]:
     """Return a function that appends a trajectory with its texts to a JSON-lines file."""
-    is_scripted = config.rollout.backend.kind == "scripted"
-    tokenizers = {name: make_tokenizer(model_folder(config, name), is_scripted=is_scripted) for name in config.policies}
 
     def write(trajectory: EndedTrajectory) -> None:
         line = {
             "step": trajectory.key.step,
             "trajectory": trajectory.key.trajectory,
-            "query": queries[trajectory.key.query],
+            "query": inputs.train_queries[trajectory.key.query],
             "turns": [
                 {
                     "agent": row.key.agent,
                     "branch": row.key.branch,
                     "turn": row.key.turn,
-                    "prompt": tokenizers[row.policy].decode(row.prompt_tokens),
-                    "response": tokenizers[row.policy].decode(row.response_tokens),
+                    "prompt": inputs.tokenizers[row.policy].decode(row.prompt_tokens),
+                    "response": inputs.tokenizers[row.policy].decode(row.response_tokens),
                     "finish_reason": row.finish_reason,
                 }
                 for row in trajectory.turns

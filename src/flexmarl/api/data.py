@@ -1,6 +1,7 @@
 """Reads the queries of a configuration."""
 
 import json
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from flexmarl.core.errors import ConfigError, FlexMARLError
 from flexmarl.workflow.load import load_function
 
 Query = dict[str, Any]
+Split = Literal["train", "held_out"]
 
 
 def load_train_queries(config: RootConfig) -> list[Query]:
@@ -42,9 +44,17 @@ def load_held_out_queries(config: RootConfig) -> list[Query]:
     return queries
 
 
-def _load(
-    config: RootConfig, split: Literal["train", "held_out"], file: str | None, key: str, num_queries: int | None
-) -> list[Query]:
+def query_place(config: RootConfig, split: Split, number: int) -> str:
+    """Return where the query at place `number` of a split comes from: `file:line`, or its place in `data.source`."""
+    file = config.data.train_file if split == "train" else config.data.held_out_file
+    if file is None:
+        return f"{split} query {number} of data.source={config.data.source}"
+    with Path(file).open(encoding="utf-8") as lines:
+        filled = [line_number for line_number, line in enumerate(lines, start=1) if line.strip()]
+    return f"{file}:{filled[number]}"
+
+
+def _load(config: RootConfig, split: Split, file: str | None, key: str, num_queries: int | None) -> list[Query]:
     if file is not None:
         queries = _read_lines(Path(file), key)[:num_queries]
     else:
@@ -84,10 +94,17 @@ def _call_source(config: RootConfig, split: str, num_queries: int | None) -> lis
     except FlexMARLError:
         raise
     except Exception as error:  # user code: say which function it was
-        raise ConfigError(f"data.source={data.source!r} failed for split {split!r}: {error!r}") from error
+        raise ConfigError(
+            f"data.source={data.source!r} failed for split {split!r}: {error!r} at {_innermost_line(error)}"
+        ) from error
     if not isinstance(queries, list):
         raise ConfigError(f"data.source={data.source!r} returned {type(queries).__name__}, expected a list of dicts")
     return queries
+
+
+def _innermost_line(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
 
 
 def _check_plain(value: object, where: str, *, depth: int = 0) -> None:

@@ -14,7 +14,6 @@ from flexmarl.orchestrator.run import Orchestrator
 from flexmarl.store import SqliteStore
 from flexmarl.telemetry import (
     EvaluationReport,
-    PeakMemory,
     ProgressListener,
     RunFolder,
     SilentListener,
@@ -67,7 +66,6 @@ async def _evaluate(
             first_step=0,
             store=store,
             listener=listener or SilentListener(),
-            memory=PeakMemory(),
             on_baseline=lambda _: None,
         )
         orchestrator = Orchestrator(parts, loaded or first_state(config), is_evaluation_only=True)

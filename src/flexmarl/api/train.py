@@ -10,7 +10,7 @@ from flexmarl.api.build import CheckedInputs, build_parts, check_inputs, run_on
 from flexmarl.api.resume import first_state, resumed_state, write_baseline
 from flexmarl.api.workers import model_folder, needs_model
 from flexmarl.config import RootConfig, resolved_yaml
-from flexmarl.core.errors import ConfigError
+from flexmarl.core.errors import ConfigError, StoreError
 from flexmarl.core.protocols import Runtime
 from flexmarl.models import export_model
 from flexmarl.orchestrator.parts import RunResult
@@ -26,6 +26,9 @@ from flexmarl.telemetry import (
     default_run_dir,
     stop_signals,
 )
+
+MEMORY_SAMPLE_S = 15.0
+"""Time between two looks at the memory of the process tree; one look costs up to 0.1 s per process of a GB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,12 @@ def train(config: RootConfig, *, resume: bool = False, listener: ProgressListene
     run_dir = Path(config.run.dir) if config.run.dir else default_run_dir(config.run.name)
     with RunFolder.open(run_dir, name=config.run.name, resume=resume) as folder:
         folder.write_config(resolved_yaml(config))
-        return run_on(config, folder, lambda runtime: _train(config, inputs, folder, runtime, resume, listener))
+        try:
+            return run_on(config, folder, lambda runtime: _train(config, inputs, folder, runtime, resume, listener))
+        except OSError as error:  # a file that no layer below has a name for
+            raise StoreError(
+                f"run folder {folder.path}: {error}; check disk space and permissions, then go on with --resume"
+            ) from error
 
 
 async def _train(
@@ -78,12 +86,14 @@ async def _train(
             first_step=start.policy_version,
             store=store,
             listener=listener,
-            memory=memory,
             on_baseline=lambda result: write_baseline(folder, result),
         )
         orchestrator = Orchestrator(parts, start)
         loop = asyncio.get_running_loop()
-        with stop_signals(lambda name: loop.call_soon_threadsafe(orchestrator.request_stop, name)):
+        with (
+            memory.watching(period_s=MEMORY_SAMPLE_S),
+            stop_signals(lambda name: loop.call_soon_threadsafe(orchestrator.request_stop, name)),
+        ):
             result = await orchestrator.run()
         if needs_model(config):
             await _export(config, result, folder, runtime)

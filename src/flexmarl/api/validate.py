@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-from flexmarl.api.build import check_inputs
-from flexmarl.api.workers import make_tokenizer, model_folder, needs_model
+from flexmarl.api.build import CheckedInputs, check_inputs
 from flexmarl.config import RootConfig
-from flexmarl.models import context_length, resolve_model_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +12,8 @@ class ValidationReport:
 
     lines: list[str]
     """One statement each, for people."""
+    warnings: list[str]
+    """What may be wrong; also among the lines."""
 
 
 _GROUP_KEYS = {
@@ -29,7 +29,7 @@ def validate(config: RootConfig) -> ValidationReport:
     Raises:
         ConfigError: something is wrong; says what, where and the fix.
     """
-    inputs = check_inputs(config)
+    inputs = check_inputs(config, is_thorough=True)
     pipeline = config.pipeline
     lines = [
         f"workflow {config.workflow.path}",
@@ -40,19 +40,37 @@ def validate(config: RootConfig) -> ValidationReport:
     for name, policy in config.policies.items():
         agents = sorted(agent for agent, setup in config.agents.items() if setup.policy == name)
         algorithm = config.algorithm_of(name)
-        lines.append(f"policy {name}: model {policy.model}, agents {', '.join(agents)}{_model_facts(config, name)}")
+        lines.append(f"policy {name}: model {policy.model}, agents {', '.join(agents)}{_model_facts(inputs, name)}")
         lines.append(f"policy {name}: group key {_GROUP_KEYS[algorithm.group_key]}")
         lines.append(
             f"policy {name}: normaliser {algorithm.normaliser}, truncated turns are "
             f"{'masked' if algorithm.truncated == 'mask' else 'trained'}"
         )
+    lines.append(_dry_run_line(inputs))
+    warnings = [*_data_warnings(config, inputs), *(() if inputs.workflow is None else inputs.workflow.warnings)]
+    lines += [f"warning: {warning}" for warning in warnings]
     lines.append("valid")
-    return ValidationReport(lines=lines)
+    return ValidationReport(lines=lines, warnings=warnings)
 
 
-def _model_facts(config: RootConfig, policy: str) -> str:
-    if not needs_model(config):
+def _model_facts(inputs: CheckedInputs, policy: str) -> str:
+    if policy not in inputs.models:
         return ""
-    tokenizer = make_tokenizer(model_folder(config, policy), is_scripted=config.rollout.backend.kind == "scripted")
-    context_tokens = context_length(resolve_model_folder(config.policies[policy].model))
-    return f", context {context_tokens} tokens, stops at token ids {list(tokenizer.stop_token_ids)}"
+    facts = inputs.models[policy]
+    return (
+        f", context {facts.context_tokens} tokens, vocabulary {facts.vocab_size} "
+        f"(tokenizer {facts.num_tokenizer_ids}), stops at token ids {list(inputs.tokenizers[policy].stop_token_ids)}"
+    )
+
+
+def _data_warnings(config: RootConfig, inputs: CheckedInputs) -> list[str]:
+    num_held_out = len(inputs.held_out_queries)
+    if not 0 < num_held_out < config.eval.num_queries:
+        return []
+    return [f"eval.num_queries={config.eval.num_queries}, but there are only {num_held_out} held-out queries"]
+
+
+def _dry_run_line(inputs: CheckedInputs) -> str:
+    if inputs.workflow is None:
+        return "dry run: off (workflow.dry_run=false)"
+    return f"dry run: {inputs.workflow.num_episodes} episodes with scripted answers"

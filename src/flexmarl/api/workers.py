@@ -41,7 +41,12 @@ def instance_specs(config: RootConfig) -> dict[PolicyName, tuple[int, Callable[[
     backend = config.rollout.backend.model_dump(mode="json")
 
     def maker(policy: str) -> Callable[[WorkerId], WorkerSpec]:
-        options = {"policy": policy, "model_folder": model_folder(config, policy), "backend": backend}
+        options = {
+            "policy": policy,
+            "model_folder": model_folder(config, policy),
+            "backend": backend,
+            "is_deterministic": config.rollout.deterministic,
+        }
         return lambda worker_id: WorkerSpec(
             worker_id=worker_id, kind=ServiceKind.INSTANCE, factory=INSTANCE_FACTORY, options=options
         )
@@ -94,6 +99,11 @@ def episode_worker_spec(config: RootConfig) -> Callable[[WorkerId], WorkerSpec]:
 
 def build_episode_worker(context: WorkerContext, options: Mapping[str, Any]) -> EpisodeWorker:
     """Build the service of an episode worker: the `factory` of its WorkerSpec."""
+    return EpisodeWorker(load_workflow(options["workflow"]), agent_setups(options), context.send)
+
+
+def agent_setups(options: Mapping[str, Any]) -> dict[AgentName, AgentSetup]:
+    """Return the setup of each agent from the options of an episode worker; agents of one model share its tokenizer."""
     tokenizers: dict[str, Tokenizer] = {}
     setups = {}
     for name, agent in options["agents"].items():
@@ -109,7 +119,7 @@ def build_episode_worker(context: WorkerContext, options: Mapping[str, Any]) -> 
             ),
             system_prompt=agent["system_prompt"],
         )
-    return EpisodeWorker(load_workflow(options["workflow"]), setups, context.send)
+    return setups
 
 
 def make_tokenizer(folder: str, *, is_scripted: bool) -> Tokenizer:

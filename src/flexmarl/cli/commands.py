@@ -45,8 +45,17 @@ def _root(
 ) -> None:
     """Train teams of LLM agents by reinforcement learning."""
     logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        handlers=[_StderrHandler()],
     )
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to whatever `sys.stderr` is at the moment: the live view replaces it, to print above its panel."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
 
 
 def _version(is_asked: bool) -> None:
@@ -134,6 +143,13 @@ def _reported_errors() -> Iterator[None]:
     except FlexMARLError as error:
         typer.echo(f"error: {error}".encode(errors="replace").decode(), err=True)
         raise typer.Exit(EXIT_BAD_INPUT if isinstance(error, ConfigError) else EXIT_FAILED) from error
+    except OSError as error:
+        # A file or folder that the user named, or the disk below it; where it is known which, the code above says more.
+        logging.getLogger(__name__).info("the operating system refused:", exc_info=True)
+        typer.echo(
+            f"error: {error}; see to the file, the permission or the disk space, then go on with --resume", err=True
+        )
+        raise typer.Exit(EXIT_FAILED) from error
 
 
 def main() -> None:

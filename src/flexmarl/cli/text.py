@@ -7,17 +7,28 @@ from flexmarl.telemetry.progress import EvaluationReport, RunSummary, StepReport
 
 def step_line(report: StepReport) -> str:
     """Return one line about a committed step."""
+    parts = [
+        *_step_head(report),
+        f"{report.num_samples} samples",
+        f"{report.tokens_per_s:.0f} tokens/s",
+        duration(report.duration_s),
+    ]
+    if report.eta_s is not None and report.step + 1 < report.num_steps:
+        parts.append(f"{duration(report.eta_s)} left")
+    return "  ".join(parts)
+
+
+def short_step_line(report: StepReport) -> str:
+    """Return the step without what the live view shows below it: short enough for a narrow terminal."""
+    return "  ".join([*_step_head(report), duration(report.duration_s)])
+
+
+def _step_head(report: StepReport) -> list[str]:
     width = len(str(report.num_steps))
     parts = [f"step {report.step + 1:>{width}}/{report.num_steps}"]
     if report.success_frac is not None:
         parts.append(f"success {percent(report.success_frac):>4}")
-    parts.append(f"reward {_rewards(report.rewards)}")
-    parts.append(f"{report.num_samples} samples")
-    parts.append(f"{report.tokens_per_s:.0f} tokens/s")
-    parts.append(duration(report.duration_s))
-    if report.eta_s is not None and report.step + 1 < report.num_steps:
-        parts.append(f"{duration(report.eta_s)} left")
-    return "  ".join(parts)
+    return [*parts, f"reward {rewards_text(report.rewards)}"]
 
 
 def evaluation_line(report: EvaluationReport) -> str:
@@ -30,8 +41,9 @@ def evaluation_line(report: EvaluationReport) -> str:
         for name, value in (("success", report.success_frac), ("greedy", report.greedy_success_frac))
         if value is not None
     ]
-    parts.append(f"reward {_rewards(report.rewards)}")
-    return f"{head}: {'  '.join(parts)}  ({report.num_queries} queries, {duration(report.duration_s)})"
+    parts.append(f"reward {rewards_text(report.rewards)}")
+    failed = f"{report.num_failed} trajectories failed, " if report.num_failed else ""
+    return f"{head}: {'  '.join(parts)}  ({report.num_queries} queries, {failed}{duration(report.duration_s)})"
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
@@ -53,6 +65,12 @@ def final_line(summary: RunSummary) -> str:
         ):
             if before is not None and after is not None:
                 parts.append(f"held-out {name} {percent(before)} -> {percent(after)}")
+        if summary.after.success_frac is None:
+            parts += [
+                f"held-out reward of {agent} {summary.before.rewards[agent]:.2f} -> {reward:.2f}"
+                for agent, reward in summary.after.rewards.items()
+                if agent in summary.before.rewards
+            ]
     parts.append(f"run folder {summary.run_dir}")
     return "; ".join(parts)
 
@@ -74,5 +92,6 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def _rewards(rewards: Mapping[str, float]) -> str:
+def rewards_text(rewards: Mapping[str, float]) -> str:
+    """Return each agent's reward."""
     return " ".join(f"{agent} {reward:.2f}" for agent, reward in rewards.items()) or "none"

@@ -1,12 +1,9 @@
-"""What the terminal shows of a run: bars on a terminal, plain lines elsewhere, the final line with --quiet."""
+"""What the command line shows of a run: plain lines, or the final line with --quiet; `live.py` is for terminals."""
 
 import sys
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flexmarl.cli.chart import learning_curve
 from flexmarl.cli.text import evaluation_line, final_line, step_line, summary_lines
@@ -19,7 +16,7 @@ class QuietView(SilentListener):
     def __init__(self) -> None:
         """Start with nothing seen."""
         self.stopped_by: str | None = None
-        self._has_reader = True
+        self.has_reader = True
 
     def on_end(self, summary: RunSummary) -> None:
         """Show the final line."""
@@ -28,14 +25,14 @@ class QuietView(SilentListener):
 
     def show(self, lines: Sequence[str]) -> None:
         """Write lines to standard output, as long as somebody reads it."""
-        if not self._has_reader:
+        if not self.has_reader:
             return
         try:
             for line in lines:
                 self.write_line(line)
         except BrokenPipeError:
             # `flexmarl train ... | head` must not end the run.
-            self._has_reader = False
+            self.has_reader = False
 
     def write_line(self, line: str) -> None:
         """Write one line to standard output."""
@@ -66,8 +63,12 @@ class PlainView(QuietView):
 
     def on_step(self, report: StepReport) -> None:
         """Show the step."""
-        self._steps.append(report)
+        self.note_step(report)
         self.show([step_line(report)])
+
+    def note_step(self, report: StepReport) -> None:
+        """Keep the step for the learning curve."""
+        self._steps.append(report)
 
     def on_evaluation(self, report: EvaluationReport) -> None:
         """Show the evaluation."""
@@ -83,58 +84,14 @@ class PlainView(QuietView):
         self.show([*_curve(self._steps), *summary_lines(summary)])
 
 
-class LiveView(PlainView):
-    """The plain lines above a bar for the steps and one for the step's trajectories."""
-
-    def __init__(self, console: Console) -> None:
-        """Show on `console`."""
-        super().__init__()
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-        )
-        self._steps_task = self._progress.add_task("steps", total=None, visible=False)
-        self._rollout_task = self._progress.add_task("trajectories", total=None, visible=False)
-
-    def on_start(self, total_steps: int, run_dir: str) -> None:
-        """Begin the bar of the steps."""
-        super().on_start(total_steps, run_dir)
-        if total_steps > 0:
-            self._progress.update(self._steps_task, total=total_steps, visible=True)
-
-    def on_rollout_progress(self, num_ended: int, num_trajectories: int) -> None:
-        """Move the bar of the trajectories."""
-        self._progress.update(self._rollout_task, completed=num_ended, total=num_trajectories, visible=True)
-
-    def on_step(self, report: StepReport) -> None:
-        """Show the step and move the bar."""
-        super().on_step(report)
-        self._progress.update(self._steps_task, completed=report.step + 1)
-
-    def on_end(self, summary: RunSummary) -> None:
-        """Take the bars away and show the end."""
-        self._progress.stop()
-        super().on_end(summary)
-
-    def write_line(self, line: str) -> None:
-        """Write one line above the bars."""
-        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def __enter__(self) -> Self:
-        """Begin to show."""
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Take the bars away."""
-        self._progress.stop()
-
-
 def make_view(*, is_quiet: bool) -> QuietView:
     """Return the view that fits standard output."""
     if is_quiet:
         return QuietView()
+    from rich.console import Console
+
+    from flexmarl.cli.live import LiveView
+
     console = Console()
     return LiveView(console) if console.is_terminal and not console.is_dumb_terminal else PlainView()
 

@@ -47,6 +47,12 @@ class RolloutConfig(FrozenConfig):
     """Per turn."""
     ignore_stop: bool = False
     """Generate exactly `max_new_tokens` per turn (benchmarks)."""
+    deterministic: bool = False
+    """Let the tokens and log-probs of a turn depend on its request and the weights alone, bit for bit, so that a
+    resumed run repeats them: every decode step computes all slots over the whole context, and prompts are read alone.
+    Without it, company changes the last bits of log-probs, and once in many tokens the token. Costs time and memory
+    for `num_slots` x context. The bits still depend on the machine, the library versions, `num_slots` and
+    `runtime.threads_per_process`."""
     inter_query: int | None = Field(default=None, ge=1)
     """Queries in flight; null does not bound them."""
     intra_query: int | None = Field(default=None, ge=1)

@@ -51,6 +51,11 @@ def read_yaml(text: str, *, where: str) -> Any:
     """
     try:
         return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = where if mark is None else f"{where}:{mark.line + 1}:{mark.column + 1}"
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{place} is not valid YAML: {problem}") from error
     except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{where} is not valid YAML: {error}") from error
 

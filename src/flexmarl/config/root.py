@@ -20,7 +20,8 @@ from flexmarl.config.team import AgentConfig, AlgorithmConfig, DataConfig, Optim
 class RunConfig(FrozenConfig):
     """The run itself."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
+    """Letters, digits, `.`, `_` and `-`; part of names of folders and processes."""
     dir: str | None = None
     """Run folder; null makes `runs/<name>-<time>`."""
     seed: int = Field(default=0, ge=0)
@@ -92,6 +93,11 @@ class RootConfig(FrozenConfig):
             )
         if self.rollout.top_k is not None:
             raise ValueError(f"rollout.top_k={self.rollout.top_k}: training needs rollout.top_k=null")
+        if self.rollout.deterministic and self.rollout.backend.kind == "scripted":
+            raise ValueError(
+                "rollout.deterministic=true has no effect with rollout.backend.kind=scripted, which is always "
+                "deterministic: remove rollout.deterministic"
+            )
         if self.rollout.ignore_stop:
             for name in self.policies:
                 if self.algorithm_of(name).truncated == "mask":

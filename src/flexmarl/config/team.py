@@ -38,6 +38,9 @@ class WorkflowConfig(FrozenConfig):
     """A trajectory whose generation failed or whose worker died is started again so often."""
     blocked_loop_s: float = Field(default=1.0, gt=0)
     """Report user code that holds the event loop for longer."""
+    dry_run: bool = True
+    """Before a model is loaded, run the workflow on a few queries with scripted answers, in a child process and for
+    less than half a second, to find fields that rows lack and the like. false: for tools that must not run then."""
 
 
 class AlgorithmConfig(FrozenConfig):

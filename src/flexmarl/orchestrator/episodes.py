@@ -23,6 +23,8 @@ from flexmarl.rollout.manager import RolloutManager
 logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 5
+QUEUE_REPORT_S = 0.2
+"""Time between two reports of the queues."""
 
 
 class Episodes:
@@ -39,6 +41,7 @@ class Episodes:
         self._num_starts = 0
         self._is_closing = False
         self._pool: TrajectoryPool | None = None
+        self._reported_s = parts.runtime.clock.now_s()
 
     def start(self) -> None:
         """Start the worker."""
@@ -69,6 +72,11 @@ class Episodes:
         )
         return self._pool
 
+    def report_queues(self) -> None:
+        """Tell the listener of the requests of every policy."""
+        self._reported_s = self._parts.runtime.clock.now_s()
+        self._parts.listener.on_queue(self._manager.queues())
+
     def _receive(self, worker_id: WorkerId, fact: object) -> None:
         self._inbox.post(worker_id, fact, lambda: self._handle(fact))
 
@@ -89,6 +97,8 @@ class Episodes:
             case TurnRequested() | TrajectoryEnded() | TrajectoryFailed() if pool is not None:
                 if fact.purpose is pool.purpose:
                     _route(pool, fact)
+                if self._parts.runtime.clock.now_s() - self._reported_s >= QUEUE_REPORT_S:
+                    self.report_queues()
 
     def _exited(self, fact: WorkerExited) -> None:
         self._worker = None

@@ -36,8 +36,6 @@ class RunParts:
     run_dir: Path
     on_trajectory: Callable[[EndedTrajectory], None]
     """Called with sampled trajectories of each step, for trajectories.jsonl."""
-    on_boundary: Callable[[], None]
-    """Called at each boundary, for measurements of the process tree."""
     on_baseline: Callable[["RunResult"], None]
     """Called before the first step of a new run: what its end will be compared with."""
 

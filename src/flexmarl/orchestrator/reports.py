@@ -125,11 +125,12 @@ def evaluation_report(result: EvaluationResult) -> EvaluationReport:
     """Return what a listener is told of an evaluation."""
     return EvaluationReport(
         policy_version=result.policy_version,
-        success_frac=result.success,
-        greedy_success_frac=result.greedy_success,
+        success_frac=result.success if result.has_success else None,
+        greedy_success_frac=result.greedy_success if result.has_success else None,
         rewards=dict(result.rewards),
         num_queries=len(result.sampled),
         duration_s=result.duration_s,
+        num_failed=result.num_failed,
     )
 
 

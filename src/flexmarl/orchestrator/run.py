@@ -104,7 +104,8 @@ class Orchestrator:
                 is_resumed=self._version > 0,
             )
         )
-        self._parts.listener.on_start(self._config.pipeline.num_steps, str(self._parts.run_dir))
+        if not self._is_evaluation_only:
+            self._parts.listener.on_start(self._config.pipeline.num_steps, str(self._parts.run_dir))
         reason = "error"
         try:
             self._engine.open(self._start_state.policies, self._opened)
@@ -138,7 +139,7 @@ class Orchestrator:
         self._evaluator = None
         self.result.policy_version = self._version
         self._parts.flush_events()
-        self._parts.on_boundary()
+        self._episodes.report_queues()
         is_last = self._is_evaluation_only or self._version >= self._config.pipeline.num_steps
         is_due = is_last or (self._version > 0 and self._version % self._config.checkpoint.every == 0)
         must_save = not self._is_evaluation_only and (self.result.stopped_by is not None or is_due)

@@ -53,11 +53,16 @@ class StepRunner:
         """Take the step's content; start nothing yet."""
         config = parts.config
         self.dispatch = dispatch
-        self.statistics = StepStatistics(step=dispatch.step, start_s=parts.runtime.clock.now_s())
+        self.statistics = StepStatistics(
+            step=dispatch.step,
+            start_s=parts.runtime.clock.now_s(),
+            num_turns=dict.fromkeys(config.agents, 0),  # an agent that is never reached shall show in the metrics
+        )
         self.phase = StepPhase.ROLLING
         self._parts = parts
         self._manager = manager
         self._engine = engine
+        self._episodes = episodes
         self._inbox = inbox
         self._on_committed = on_committed
         self._closer = StepCloser(
@@ -120,7 +125,13 @@ class StepRunner:
                 f"all {self.statistics.num_trajectories} trajectories of step {self.dispatch.step} failed; the first: "
                 f"{self.statistics.first_failure}"
             )
+        if num_failed := sum(self.statistics.num_failed.values()):
+            self._parts.listener.on_message(
+                f"step {self.dispatch.step + 1}: {num_failed} of {self.statistics.num_trajectories} trajectories "
+                f"failed and do not train; the first: {self.statistics.first_failure}"
+            )
         self.phase = StepPhase.COMMITTING
+        self._episodes.report_queues()
         self._engine.allow_training()
         self._engine.update(self.dispatch.policy_version + 1, self._updated)
 

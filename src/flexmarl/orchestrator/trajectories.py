@@ -323,7 +323,7 @@ class TrajectoryPool:
             self.admit()
             return
         failure = TrajectoryFailure(trajectory=running.key, attempt=running.attempt, kind=kind, message=message)
-        logger.warning("%s failed (%s): %s", running.key, kind, message)
+        logger.info("%s failed (%s): %s", running.key, kind, message)  # the step says how many, once
         running.is_ending = True
         self._sink.record_failure(failure, lambda: self._finish(running, None, failure))
 

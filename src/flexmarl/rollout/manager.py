@@ -9,6 +9,7 @@ Invariants (tests name them):
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -32,6 +33,7 @@ from flexmarl.core.messages import (
 from flexmarl.core.protocols import EventSink, Inbox, Runtime, ServiceKind, Timer, WorkerHandle, WorkerSpec
 from flexmarl.core.records import Completion, GenerationRequest
 from flexmarl.scheduling import InstanceLoad, dispatch_least_loaded
+from flexmarl.telemetry import PolicyQueue
 
 logger = logging.getLogger(__name__)
 
@@ -181,13 +183,19 @@ class RolloutManager:
         """Requests that an instance works on."""
         return sum(len(instance.requests) for instance in self._instances.values())
 
-    def pids(self) -> dict[str, int]:
-        """Return the process ids of live instances by instance id."""
-        return {
-            instance.instance_id: instance.handle.pid
-            for instance in self._instances.values()
-            if instance.handle is not None and instance.handle.pid is not None
-        }
+    def queues(self) -> dict[str, PolicyQueue]:
+        """Return the requests of each policy. O(requests that wait here + instances)."""
+        num_queued, num_slots = Counter(r.request.policy for r in self._queue.values()), self._config.backend.num_slots
+        queues: dict[str, PolicyQueue] = {}
+        for policy, weights in self._published.items():
+            num_held = [len(instance.requests) for instance in self._instances.values() if instance.policy == policy]
+            num_running = sum(min(count, num_slots) for count in num_held)
+            queues[policy] = PolicyQueue(
+                num_waiting=num_queued[policy] + sum(num_held) - num_running,
+                num_running=num_running,
+                weights_version=weights.weights_version,
+            )
+        return queues
 
     # --- facts --------------------------------------------------------------------------------------------------------
 

@@ -3,10 +3,17 @@
 from flexmarl.telemetry.event_log import EventLog, LoggedEvent, read_events
 from flexmarl.telemetry.memory import PeakMemory, process_tree, pss_bytes
 from flexmarl.telemetry.metrics_log import MetricsLog, read_metrics
-from flexmarl.telemetry.progress import EvaluationReport, ProgressListener, RunSummary, SilentListener, StepReport
+from flexmarl.telemetry.progress import (
+    EvaluationReport,
+    PolicyQueue,
+    ProgressListener,
+    RunSummary,
+    SilentListener,
+    StepReport,
+)
 from flexmarl.telemetry.run_folder import RunFolder, default_run_dir
 from flexmarl.telemetry.signals import stop_signals
-from flexmarl.telemetry.trackers import TrackerGroup, open_trackers
+from flexmarl.telemetry.trackers import TrackerGroup, check_trackers, open_trackers
 
 __all__ = [
     "EvaluationReport",
@@ -14,12 +21,14 @@ __all__ = [
     "LoggedEvent",
     "MetricsLog",
     "PeakMemory",
+    "PolicyQueue",
     "ProgressListener",
     "RunFolder",
     "RunSummary",
     "SilentListener",
     "StepReport",
     "TrackerGroup",
+    "check_trackers",
     "default_run_dir",
     "open_trackers",
     "process_tree",

@@ -5,8 +5,10 @@ counts each page once. Elsewhere than on Linux the sums are 0.
 """
 
 import os
+import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -50,6 +52,25 @@ class PeakMemory:
         """Watch `pid`, by default this process."""
         self._pid = os.getpid() if pid is None else pid
         self.peak_pss_bytes = 0
+
+    @contextmanager
+    def watching(self, *, period_s: float) -> Iterator[None]:
+        """Within the block, sample now, every `period_s` from a thread of its own, and at the end."""
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(period_s):
+                self.sample()
+
+        self.sample()
+        watcher = threading.Thread(target=watch, name="memory", daemon=True)
+        watcher.start()
+        try:
+            yield
+            self.sample()
+        finally:
+            is_over.set()
+            watcher.join()
 
     def sample(self) -> int:
         """Measure now, keep the peak, return the present sum. Takes some milliseconds per process of a GB."""

@@ -41,6 +41,8 @@ class EvaluationReport:
     """Mean trajectory reward per agent, sampled."""
     num_queries: int
     duration_s: float
+    num_failed: int = 0
+    """Trajectories that ended without an outcome; they count as no success."""
     error: str | None = None
     """Why the evaluation failed; the run goes on."""
 
@@ -63,6 +65,17 @@ class RunSummary:
     """What was written that a user may look for next: what it is, and its path."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyQueue:
+    """The generation requests of one policy at one moment."""
+
+    num_waiting: int
+    """Requests that no slot of an instance works on yet."""
+    num_running: int
+    weights_version: int
+    """What its instances serve, or are loading."""
+
+
 class ProgressListener(Protocol):
     """Watches a run. Calls come from the run's event loop, in order; they must return quickly and must not raise."""
 
@@ -72,6 +85,10 @@ class ProgressListener(Protocol):
 
     def on_rollout_progress(self, num_ended: int, num_trajectories: int) -> None:
         """So many trajectories of the step in progress, or of an evaluation, have ended."""
+        ...
+
+    def on_queue(self, queues: Mapping[str, PolicyQueue]) -> None:
+        """The requests of every policy; told some five times a second while trajectories run."""
         ...
 
     def on_step(self, report: StepReport) -> None:
@@ -98,6 +115,9 @@ class SilentListener:
         """Do nothing."""
 
     def on_rollout_progress(self, num_ended: int, num_trajectories: int) -> None:
+        """Do nothing."""
+
+    def on_queue(self, queues: Mapping[str, PolicyQueue]) -> None:
         """Do nothing."""
 
     def on_step(self, report: StepReport) -> None:

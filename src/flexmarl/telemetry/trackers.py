@@ -5,8 +5,10 @@ logged once and never stops a run.
 """
 
 import importlib
+import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -57,23 +59,49 @@ class TrackerGroup:
                 del self._trackers[name]
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Look for the packages of trackers, without importing them.
+
+    Raises:
+        ConfigError: one is not installed; names the extra.
+    """
+    for name in names:
+        if sys.modules.get(name) is None and importlib.util.find_spec(name) is None:
+            raise _missing(name, f"no module named {name!r}")
+
+
 def open_trackers(names: Sequence[str], *, run_dir: Path, run_name: str, config: Mapping[str, Any]) -> TrackerGroup:
     """Open the trackers of `telemetry.trackers`.
 
     Raises:
-        ConfigError: the package of a tracker is not installed; names the extra.
+        ConfigError: the package of a tracker is not installed (names the extra), or it does not start.
     """
-    return TrackerGroup({name: _OPENERS[name](run_dir, run_name, config) for name in names})
+    opened: dict[str, Tracker] = {}
+    for name in names:
+        try:
+            opened[name] = _OPENERS[name](run_dir, run_name, config)
+        except Exception as error:  # third-party code of any kind
+            TrackerGroup(opened).close()
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"telemetry.trackers has {name!r}, which does not start: {error!r}; see to its settings, or remove it"
+            ) from error
+    return TrackerGroup(opened)
 
 
 def _module(name: str, *, tracker: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(
-            f"telemetry.trackers has {tracker!r}, whose package is not installed ({error}): "
-            f"install it with `pip install 'flexmarl[{tracker}]'`, or remove it"
-        ) from error
+        raise _missing(tracker, str(error)) from error
+
+
+def _missing(tracker: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"telemetry.trackers has {tracker!r}, whose package is not installed ({reason}): "
+        f"install it with `pip install 'flexmarl[{tracker}]'`, or remove it"
+    )
 
 
 class _TensorBoard:

@@ -2,9 +2,9 @@
 
     python -m flexmarl.testing.kill_points POINT train CONFIG ...
 
-POINT is `event:KIND:N`: as the N-th event of this kind, counted from 1, is about to be logged. `event:work_done/TEXT:N`
-counts only work whose name begins so. Or it is `AUDIT:TEXT:N`: as the N-th audit event `open`, `os.rename`, `os.mkdir`
-or `shutil.rmtree` with TEXT in its first path is about to happen.
+POINT is `event:KIND:N`: as the N-th event of this kind (`*`: of any), counted from 1, is about to be logged;
+`event:work_done/TEXT:N` counts only work whose name begins so. Or it is `AUDIT:TEXT:N`: as the N-th audit event `open`,
+`os.rename`, `os.mkdir` or `shutil.rmtree` with TEXT in its first path is about to happen.
 """
 
 import os
@@ -36,7 +36,7 @@ class _KillingLog:
 
     def install(self) -> None:
         def emit(log: EventLog, record: object, *, source: str = "orchestrator") -> int:
-            if kind_of(record) == self._kind and str(getattr(record, "name", "")).startswith(self._prefix):
+            if self._kind in ("*", kind_of(record)) and str(getattr(record, "name", "")).startswith(self._prefix):
                 self._countdown.tick()
             return self._emit(log, record, source=source)
 

@@ -1,5 +1,8 @@
 """The commands over a stand-in for `flexmarl.api`: arguments, output, exit codes."""
 
+import contextlib
+import io
+import logging
 import sys
 import types
 from dataclasses import dataclass, field
@@ -10,10 +13,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import flexmarl
-from flexmarl.cli.commands import app
+from flexmarl.cli.commands import _StderrHandler, app
 from flexmarl.config import RootConfig
 from flexmarl.core.errors import BackendError, ConfigError, InvariantError
-from flexmarl.telemetry import EvaluationReport, ProgressListener, RunSummary, StepReport
+from flexmarl.telemetry import EvaluationReport, PolicyQueue, ProgressListener, RunSummary, StepReport
 
 pytestmark = pytest.mark.unit
 
@@ -39,6 +42,7 @@ class FakeApi:
         listener.on_start(2, "runs/r")
         for step, success_frac in enumerate((0.25, 0.75)):
             listener.on_rollout_progress(4, 8)
+            listener.on_queue({"p": PolicyQueue(num_waiting=1, num_running=2, weights_version=step)})
             listener.on_step(
                 StepReport(
                     step=step,
@@ -128,6 +132,12 @@ def test_a_stopped_run_exits_with_130(api: FakeApi, config_file: str) -> None:
     [
         (ConfigError("run.dir is a file"), 2, "error: run.dir is a file\n"),
         (BackendError("an instance died"), 1, "error: an instance died\n"),
+        (
+            OSError(28, "No space left on device", "runs/r/x"),
+            1,
+            "error: [Errno 28] No space left on device: 'runs/r/x'; see to the file, the permission or the disk space, "
+            "then go on with --resume\n",
+        ),
         (KeyboardInterrupt(), 130, "aborted; what the last checkpoint holds can be resumed with --resume\n"),
     ],
 )
@@ -138,6 +148,15 @@ def test_errors_are_one_message_and_a_code(
     result = run("train", config_file)
     assert (result.exit_code, result.stderr) == (exit_code, message)
     assert "Traceback" not in result.output
+
+
+def test_log_lines_go_to_what_stderr_is_at_the_moment(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = _StderrHandler()
+    handler.emit(logging.LogRecord("n", logging.WARNING, "f", 1, "an instance died", (), None))
+    with contextlib.redirect_stderr(io.StringIO()) as elsewhere:
+        handler.emit(logging.LogRecord("n", logging.WARNING, "f", 1, "another", (), None))
+    assert capsys.readouterr().err == "an instance died\n"
+    assert elsewhere.getvalue() == "another\n"
 
 
 def test_our_own_bugs_keep_their_traceback(api: FakeApi, config_file: str) -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from flexmarl.cli.chart import learning_curve
@@ -40,6 +42,7 @@ def test_evaluation_line() -> None:
     assert evaluation_line(evaluation()) == (
         "evaluation at version 4: success 25%  greedy 50%  reward a 0.75 b 1.00  (64 queries, 2.0 s)"
     )
+    assert evaluation_line(replace(evaluation(), num_failed=3)).endswith("(64 queries, 3 trajectories failed, 2.0 s)")
     assert evaluation_line(evaluation(error="timed out")) == "evaluation at version 4 failed: timed out"
 
 
@@ -57,6 +60,14 @@ def test_final_line_says_what_was_gained() -> None:
         "done: 20 of 20 steps in 3 min 5 s; held-out success 25% -> 75%; held-out greedy success 50% -> 50%; "
         "run folder runs/r"
     )
+
+
+def test_final_line_of_a_workflow_that_reports_no_success() -> None:
+    before, after = replace(evaluation(None), greedy_success_frac=None), replace(evaluation(None), rewards={"a": 1.0})
+    summary = RunSummary(
+        name="r", run_dir="runs/r", policy_version=1, num_steps=1, duration_s=5, before=before, after=after
+    )
+    assert final_line(summary) == ("done: 1 of 1 steps in 5.0 s; held-out reward of a 0.75 -> 1.00; run folder runs/r")
 
 
 def test_a_stopped_run_says_how_to_go_on() -> None:

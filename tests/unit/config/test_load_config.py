@@ -61,7 +61,7 @@ def test_variant_without_kind_is_the_default_one() -> None:
         ("pipeline", "override 'pipeline': expected section.key=value"),
         ("pipeline..x=1", "expected section.key=value"),
         ("run.name.x=1", "run.name is a value, not a section"),
-        ("run.name={a", "the value is not valid YAML"),
+        ("run.name={a", "the value:1:3 is not valid YAML"),
         ("run.name=2024-01-01", r"2024, 1, 1\) is a date"),
     ],
 )

@@ -27,6 +27,10 @@ BASE = {
         (["rollout.top_p=0.9"], "rollout.top_p=0.9: training needs rollout.top_p=1"),
         (["rollout.top_k=5"], "rollout.top_k=5: training needs rollout.top_k=null"),
         (["rollout.ignore_stop=true"], "rollout.ignore_stop=true .* set algorithm.truncated=train"),
+        (
+            ["rollout.deterministic=true", "rollout.backend.kind=scripted"],
+            "rollout.deterministic=true has no effect with rollout.backend.kind=scripted",
+        ),
         (["algorithm.normaliser=constant"], "normaliser=constant with algorithm.constant_tokens=None"),
         (["algorithm.constant_tokens=8"], "normaliser=token_mean with algorithm.constant_tokens=8"),
         (["pipeline.trajectories_per_query=1"], "makes groups of one"),

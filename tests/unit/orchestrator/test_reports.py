@@ -1,6 +1,7 @@
 """Metrics rows, step reports and summaries, against values worked by hand."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -191,8 +192,10 @@ def test_an_evaluation_summary_by_hand() -> None:
 
 
 def test_evaluation_reports() -> None:
-    report = evaluation_report(result(9, {0: 0.5, 1: 1.0}))
+    report = evaluation_report(replace(result(9, {0: 0.5, 1: 1.0}), has_success=True))
     assert (report.policy_version, report.success_frac, report.num_queries, report.error) == (9, 0.75, 2, None)
+    assert report.num_failed == 1
+    assert evaluation_report(result(9, {0: 0.5, 1: 1.0})).success_frac is None, "a mean reward is no success"
     bad = failed_evaluation_report(9, "too slow", duration_s=5.0)
     assert (bad.success_frac, bad.error, bad.duration_s) == (None, "too slow", 5.0)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flexmarl.rollout.backends.kv_cache import CAPACITY_STEP, SlotCache
+from flexmarl.rollout.backends.kv_cache import CAPACITY_STEP, DecodeView, SlotCache
 from flexmarl.rollout.backends.passes import decode_pass, prefill_pass
 
 pytestmark = pytest.mark.unit
@@ -21,7 +21,8 @@ def new_cache() -> SlotCache:
 
 def column_of(cache: SlotCache, slot: int, count: int) -> list[float]:
     assert torch.equal(cache.values, -cache.keys)
-    values: list[float] = cache.keys[0, slot, 0, :count, 0].tolist()
+    # [layer, block, slot, head, column, head size]
+    values: list[float] = cache.keys[0, :, slot, 0, :, 0].flatten()[:count].tolist()
     return values
 
 
@@ -64,3 +65,36 @@ def test_the_cache_keeps_its_content_when_it_grows_moves_and_clears() -> None:
     cache.move(1, 0, 2)
     cache.clear(1)
     assert [column_of(cache, slot, 3) for slot in range(2)] == [[4, 5, 3], [0, 0, 0]]
+
+
+def test_blocks_hold_a_sequence_one_after_the_other() -> None:
+    cache = SlotCache(
+        num_layers=1,
+        num_slots=3,
+        num_heads=2,
+        head_dim=1,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        block_tokens=2,
+    )
+    cache.reserve(3)
+    assert (cache.capacity, cache.block_tokens) == (4, 2)
+    inputs, _ = prefill_pass(cache, [[1, 2, 3], [4]], 0)
+    prompts = torch.tensor([[[1.0, 2.0, 3.0], [11.0, 12.0, 13.0]], [[0.0, 0.0, 4.0], [0.0, 0.0, 14.0]]])[..., None]
+    inputs.cache.update(prompts, -prompts, 0)
+    cache.reserve(5)
+    assert cache.capacity == 6
+    view = decode_pass(cache, torch.tensor([0, 0]), torch.tensor([3, 1]), 4).cache
+    assert isinstance(view, DecodeView)
+    new = torch.tensor([[5.0, 15.0], [6.0, 16.0]])[..., None]
+    view.store(new, -new, 0)
+    blocks = view.blocks(0)
+    # Rows: (slot 0, head 0), (slot 0, head 1), (slot 1, head 0), (slot 1, head 1).
+    assert [keys[..., 0].tolist() for keys, _ in blocks] == [
+        [[1, 2], [11, 12], [4, 6], [14, 16]],
+        [[3, 5], [13, 15], [0, 0], [0, 0]],
+    ]
+    assert all(torch.equal(values, -keys) for keys, values in blocks)
+    cache.move(0, 1, 4)
+    cache.clear(0)
+    assert [column_of(cache, slot, 6) for slot in range(2)] == [[0] * 6, [1, 2, 3, 5, 0, 0]]

@@ -379,6 +379,12 @@ def test_weights_are_not_loaded_under_a_request(model: Any, tmp_path: Path) -> N
         backend.load_weights(KEY)
 
 
+def test_models_whose_activations_depend_on_the_slot_are_not_deterministic(tmp_path: Path) -> None:
+    Qwen2Config(**{**SHAPE, "intermediate_size": 50}).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="rollout.deterministic=true: .* intermediate_size 50"):
+        TransformersBackend(tmp_path, None, is_deterministic=True)  # type: ignore[arg-type]
+
+
 def test_models_with_windows_are_refused(tmp_path: Path) -> None:
     config = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=1)
     config.save_pretrained(tmp_path)

@@ -13,7 +13,8 @@ def build_backend(objects: ObjectPlane, options: Mapping[str, Any]) -> Inference
     """Build the engine that `options` describe.
 
     Options: `backend`, the section `rollout.backend` as plain data, and `model_folder`, the folder of the policy's
-    model, which the scripted engine does not need. Others are left to their readers.
+    model, which the scripted engine does not need; `is_deterministic`, false when missing, is
+    `rollout.deterministic`. Others are left to their readers.
 
     Raises:
         ConfigError: the model has layers that the engine cannot serve, or the vocabulary cannot be drawn from.
@@ -26,7 +27,11 @@ def build_backend(objects: ObjectPlane, options: Mapping[str, Any]) -> Inference
             from flexmarl.rollout.backends.transformers import TransformersBackend
 
             return TransformersBackend(
-                Path(options["model_folder"]), objects, num_slots=config.num_slots, admit_every=config.admit_every
+                Path(options["model_folder"]),
+                objects,
+                num_slots=config.num_slots,
+                admit_every=config.admit_every,
+                is_deterministic=options.get("is_deterministic", False),
             )
         case ScriptedRolloutConfig():
             from flexmarl.models import ScriptedTokenizer

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from flexmarl.rollout.backends.kv_cache import DecodeView
 from flexmarl.rollout.backends.passes import ForwardPass
 
-BLOCK_TOKENS = 16
+BLOCK_TOKENS = 32
 """Block size of the cache: smaller ones cost more calls, larger ones read more columns that nobody sees."""
 
 MAX_PARAMETERS = 50_000_000
@@ -88,9 +88,9 @@ class LlamaForward:
         masks = self._block_masks(inputs) if isinstance(inputs.cache, DecodeView) else []
         for index, layer in enumerate(self._layers):
             normed = self._norm(hidden_NTE, layer.attention_norm)
-            heads = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, self._head_dim))
+            heads = F.linear(normed, layer.qkv, layer.qkv_bias).view(*hidden_NTE.shape[:2], -1, self._head_dim)
             rotated = heads[:, :, : self._num_heads + self._num_kv_heads]
-            torch.view_as_complex(rotated.unflatten(-1, (-1, 2))).mul_(rotations)
+            torch.view_as_complex(rotated.view(*rotated.shape[:3], -1, 2)).mul_(rotations)
             if isinstance(inputs.cache, DecodeView):
                 attended = self._attend_blocks(heads, inputs.cache, masks, index)
             else:
@@ -106,8 +106,8 @@ class LlamaForward:
         return F.rms_norm(hidden, (self._hidden_size,), weight, self._eps)
 
     def _split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys, values = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=2)
-        return queries, keys, values
+        end = self._num_heads + self._num_kv_heads
+        return heads[:, :, : self._num_heads], heads[:, :, self._num_heads : end], heads[:, :, end:]
 
     def _attend_prompts(self, heads: Tensor, inputs: ForwardPass, layer: int) -> Tensor:
         """Store and attend within the pass; returns [N, T, H * D]."""
@@ -126,7 +126,7 @@ class LlamaForward:
         group = self._num_heads // self._num_kv_heads
         return [
             block_NC[:, None, None].expand(-1, self._num_kv_heads, group, -1).flatten(0, 1)
-            for block_NC in mask_NL.split(BLOCK_TOKENS, dim=1)
+            for block_NC in mask_NL.chunk(mask_NL.shape[1] // BLOCK_TOKENS, dim=1)
         ]
 
     def _attend_blocks(self, heads: Tensor, cache: DecodeView, masks: list[Tensor], layer: int) -> Tensor:
@@ -142,7 +142,7 @@ class LlamaForward:
             torch.baddbmm(mask, queries, block_keys.transpose(1, 2), alpha=self._scale)
             for mask, (block_keys, _) in zip(masks, blocks, strict=True)
         ]
-        shares = torch.softmax(torch.cat(scores, dim=-1), dim=-1).split(BLOCK_TOKENS, dim=-1)
+        shares = torch.softmax(torch.cat(scores, dim=-1), dim=-1).chunk(len(blocks), dim=-1)
         attended = torch.bmm(shares[0], blocks[0][1])
         for share, (_, block_values) in zip(shares[1:], blocks[1:], strict=True):
             attended.baddbmm_(share, block_values)
@@ -155,7 +155,7 @@ def _fused(layer: Any, head_dim: int) -> _Layer:
     num_rotated = attention.q_proj.out_features + attention.k_proj.out_features
     for each in (qkv, qkv_bias):
         if each is not None:
-            halves = each[:num_rotated].unflatten(0, (-1, 2, head_dim // 2))
+            halves = each[:num_rotated].view(-1, 2, head_dim // 2, *each.shape[1:])
             each[:num_rotated] = halves.transpose(1, 2).flatten(0, 2)
     gate_up, gate_up_bias = _joined(mlp.gate_proj, mlp.up_proj)
     return _Layer(

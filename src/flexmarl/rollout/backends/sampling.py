@@ -63,8 +63,12 @@ def draw_tokens(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor
     if (batch.temperatures != 1.0).any():
         logits_BV = logits_BV / torch.from_numpy(batch.temperatures).to(device)[:, None]
     logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
-    if (batch.top_k < logits_BV.shape[1]).any() or (batch.top_p < 1.0).any():
-        logprobs_BV = _cut_tail(logprobs_BV, batch)
+    # Greedy rows are not cut: their log-probs are those of temperature 1.
+    is_cut = ~batch.is_greedy & ((batch.top_k < logits_BV.shape[1]) | (batch.top_p < 1.0))
+    if is_cut.any():
+        rows = torch.from_numpy(is_cut.nonzero()[0]).to(device)
+        cut_BV = _cut_tail(logprobs_BV[rows], top_k=batch.top_k[is_cut], top_p=batch.top_p[is_cut])
+        logprobs_BV = logprobs_BV.index_copy(0, rows, cut_BV)
     if batch.is_greedy.all():
         tokens_B = logprobs_BV.argmax(dim=-1)
     else:
@@ -80,15 +84,10 @@ def draw_tokens(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor
     return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
 
 
-def _cut_tail(logprobs_BV: Tensor, batch: SamplingBatch) -> Tensor:
-    """Keep the top_k likeliest tokens, of these the fewest that reach top_p of the rest, and renormalise.
-
-    Greedy rows are left alone: their log-probs are those of temperature 1.
-    """
+def _cut_tail(logprobs_BV: Tensor, *, top_k: npt.NDArray[np.int64], top_p: npt.NDArray[np.float32]) -> Tensor:
+    """Keep the top_k likeliest tokens, of these the fewest that reach top_p of the rest, and renormalise."""
     device = logprobs_BV.device
     sorted_BV, order_BV = logprobs_BV.sort(dim=-1, descending=True, stable=True)
-    top_k = np.where(batch.is_greedy, logprobs_BV.shape[1], batch.top_k)
-    top_p = np.where(batch.is_greedy, np.float32(1.0), batch.top_p)
     ranks_V = torch.arange(logprobs_BV.shape[1], device=device)
     sorted_BV = sorted_BV.masked_fill(ranks_V >= torch.from_numpy(top_k).to(device)[:, None], -torch.inf)
     probs_BV = torch.softmax(sorted_BV, dim=-1)

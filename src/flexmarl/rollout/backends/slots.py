@@ -77,15 +77,15 @@ class SlotTable:
             self._tokens = _widened(self._tokens, num_tokens, 0)
             self._logprobs = _widened(self._logprobs, num_tokens, 0)
 
-    def sampling(self, first: int) -> SamplingBatch:
-        """Return how the live slots from `first` draw their next token."""
-        live = slice(first, self.num_live)
+    def sampling(self, first: int, count: int) -> SamplingBatch:
+        """Return how `count` slots from `first` draw their next token; free ones as a sequence before them did."""
+        slots = slice(first, first + count)
         return SamplingBatch(
-            temperatures=self._temperatures[live],
-            is_greedy=self._is_greedy[live],
-            top_p=self._top_p[live],
-            top_k=self._top_k[live],
-            uniforms=uniforms(self._seeds[live], self._num_new[live].astype(np.uint64)),
+            temperatures=self._temperatures[slots],
+            is_greedy=self._is_greedy[slots],
+            top_p=self._top_p[slots],
+            top_k=self._top_k[slots],
+            uniforms=uniforms(self._seeds[slots], self._num_new[slots].astype(np.uint64)),
         )
 
     def append(self, first: int, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]) -> list[int]:

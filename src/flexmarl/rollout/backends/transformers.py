@@ -5,7 +5,7 @@ steps, and whenever no sequence runs.
 
 Invariants:
     * The tokens of a request depend on its prompt, its options, its seed and the weights, not on its company or the
-      moment it entered, up to the last float bits of batched matrix products.
+      moment it entered, up to the last float bits of batched matrix products; bit for bit when `is_deterministic`.
     * Every added request is answered once, unless it is cancelled.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexmarl.core.errors import BackendError
+from flexmarl.core.errors import BackendError, ConfigError
 from flexmarl.core.ids import ObjectKey, RequestId
 from flexmarl.core.messages import Generated, GenerationFailed, GenerationFailureKind
 from flexmarl.core.protocols import BackendStep, CompletionStamp, ObjectPlane
@@ -45,16 +45,22 @@ class TransformersBackend:
         *,
         num_slots: int = 64,
         admit_every: int = 1,
+        is_deterministic: bool = False,
     ) -> None:
         """Build the model of a folder; its weights come with `load_weights`.
 
+        With `is_deterministic` the shape of no matrix product depends on the company of a request: prompts are read
+        alone, and every decode step computes all slots over the whole context. Which slot a sequence has, and what
+        other rows hold, does not change the bits of a product of fixed shape; tests compare them.
+
         Raises:
-            ConfigError: a layer of the model is not full attention.
+            ConfigError: a layer of the model is not full attention, or its kernels cannot be deterministic.
             BackendError: the folder holds no causal model.
         """
         model: Any = new_causal_lm(model_folder)
         self._objects = objects
         self._admit_every = admit_every
+        self._is_deterministic = is_deterministic
         self._parameters = FlatParameters(model)
         config = model.config
         self._context_tokens = int(config.max_position_embeddings)
@@ -62,6 +68,9 @@ class TransformersBackend:
         self._cache = new_slot_cache(model, num_slots)
         self._forward = new_forward(model)
         self._slots = SlotTable(num_slots=num_slots, vocabulary_size=self._vocabulary_size)
+        if is_deterministic:
+            _check_kernel_ends(self._forward, config)
+            self._cache.reserve(self._context_tokens)
         self._waiting: deque[GenerationRequest] = deque()
         self._steps_since_admission = 0
 
@@ -108,15 +117,24 @@ class TransformersBackend:
         try:
             self._admit(describe, answers)
             if self._slots.num_live:
-                tokens, positions = self._slots.feed()
-                num_columns = int(positions.max()) + 1
-                inputs = decode_pass(self._cache, torch.from_numpy(tokens), torch.from_numpy(positions), num_columns)
-                self._draw(0, self._forward(inputs), describe, answers)
+                self._draw(0, self._decode(), describe, answers)
         except (RuntimeError, IndexError, ValueError) as error:
             raise BackendError(
                 f"the engine failed with {self._slots.num_live} running sequences: {type(error).__name__}: {error}"
             ) from error
         return BackendStep(answers=tuple(answers))
+
+    def _decode(self) -> Tensor:
+        """Feed the newest token of each live slot; return the logits after it, of each slot when deterministic."""
+        tokens, positions = self._slots.feed()
+        num_columns = int(positions.max()) + 1
+        if self._is_deterministic:
+            # A free slot writes column 0, which the prompt of the next sequence there overwrites.
+            num_columns = self._context_tokens
+            free = (0, self._cache.num_slots - len(tokens))
+            tokens, positions = np.pad(tokens, free), np.pad(positions, free)
+        inputs = decode_pass(self._cache, torch.from_numpy(tokens), torch.from_numpy(positions), num_columns)
+        return self._forward(inputs)
 
     def _admit(self, describe: CompletionStamp, answers: list[Generated | GenerationFailed]) -> None:
         self._steps_since_admission += 1
@@ -134,6 +152,8 @@ class TransformersBackend:
     def _next_newcomers(self) -> list[GenerationRequest]:
         """Take waiting requests, first come first, as many as fit into slots and one prefill pass."""
         newcomers = [self._waiting.popleft()]
+        if self._is_deterministic:
+            return newcomers
         longest = len(newcomers[0].prompt_tokens)
         while self._waiting and len(newcomers) < self._slots.num_free:
             longest = max(longest, len(self._waiting[0].prompt_tokens))
@@ -148,9 +168,13 @@ class TransformersBackend:
     def _draw(
         self, first: int, logits: Tensor, describe: CompletionStamp, answers: list[Generated | GenerationFailed]
     ) -> None:
-        """Draw a token for each live slot from `first` and answer the sequences that end with it."""
-        tokens, logprobs = draw_tokens(logits, self._slots.sampling(first))
-        finished = self._slots.append(first, tokens.numpy(), logprobs.numpy())
+        """Draw a token for each live slot from `first` and answer the sequences that end with it.
+
+        Rows of `logits` beyond the live slots are drawn for, so that shapes stay as they are, and dropped.
+        """
+        tokens, logprobs = draw_tokens(logits, self._slots.sampling(first, len(logits)))
+        num_drawn = self._slots.num_live - first
+        finished = self._slots.append(first, tokens[:num_drawn].numpy(), logprobs[:num_drawn].numpy())
         # From the back, so that the slot that moves into a freed one is never one that is still to be freed.
         for slot in reversed(finished):
             answers.append(self._answer(slot, describe))
@@ -172,6 +196,20 @@ class TransformersBackend:
         moved = self._slots.leave(slot)
         if moved != slot:
             self._cache.move(moved, slot, self._slots.num_cached(slot))
+
+
+def _check_kernel_ends(forward: Forward, config: Any) -> None:
+    """Refuse a model whose activations would have other bits in other slots.
+
+    The kernels of activations treat the end of a tensor, what is left of steps of 32 numbers, with other arithmetic.
+    The fast forward hands them row by row, transformers hands them the whole batch in one.
+    """
+    width = getattr(config, "intermediate_size", None)
+    if isinstance(forward, HuggingFaceForward) and isinstance(width, int) and width % 32:
+        raise ConfigError(
+            f"rollout.deterministic=true: the model ({config.model_type}) has intermediate_size {width}, which is no "
+            "multiple of 32, so its activations depend on the slot: use another model, or rollout.deterministic=false"
+        )
 
 
 def new_forward(model: Any) -> Forward:
