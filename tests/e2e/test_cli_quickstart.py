@@ -161,16 +161,24 @@ def test_a_run_of_threads_in_one_process(tmp_path: Path) -> None:
     assert summary["eval"]["difference"]["num_queries"] == 8
 
 
-def test_a_prompt_over_the_context_ends_the_run_with_a_clear_message(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_checked_before", [True, False])
+def test_g10_a_prompt_over_the_context_ends_the_run_with_a_clear_message(
+    tmp_path: Path, is_checked_before: bool
+) -> None:
     lab = RunLab(tmp_path)
     question = "+".join(["1"] * 100)
     lines = [json.dumps({"question": question, "answer": "100"}) for _ in range(4)]
     (tmp_path / "long.jsonl").write_text("\n".join(lines))
     output = lab.run(
-        *("train", QUICKSTART, "run.dir=run", *SMALL, "eval.at_ends=false"),
+        *("train", QUICKSTART, "run.dir=run", *SMALL, "eval.at_ends=false", f"workflow.dry_run={is_checked_before}"),
         *("data.source=null", f"data.train_file={tmp_path / 'long.jsonl'}"),
-        expect=1,
+        expect=2 if is_checked_before else 1,
     )
-    assert "all 16 trajectories of step 0 failed" in output
-    assert "the prompt has 203 tokens, but the model's context of 128 must hold it" in output
     assert "Traceback" not in output
+    if is_checked_before:
+        assert f"fails on {tmp_path / 'long.jsonl'}:1" in output
+        assert "has 203 tokens, and the context of its model has 128" in output
+        assert not (tmp_path / "run").exists()
+    else:
+        assert "all 16 trajectories of step 0 failed" in output
+        assert "the prompt has 203 tokens, but the model's context of 128 must hold it" in output

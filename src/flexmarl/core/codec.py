@@ -153,10 +153,20 @@ def _tuple_decoder(args: tuple[Any, ...]) -> Callable[[Any], Any]:
     if len(args) == 2 and args[1] is Ellipsis:
         if _unwrap_newtype(args[0]) in (int, str):
             return tuple
+        if args[0] is float:
+            return _decode_floats
         item = _decoder(args[0])
         return lambda plain: tuple(item(each) for each in plain)
     items = tuple(_decoder(arg) for arg in args)
     return lambda plain: tuple(item(each) for item, each in zip(items, plain, strict=True))
+
+
+def _decode_floats(plain: Any) -> tuple[float, ...]:
+    """Long rows of log-probs come here: the common case is checked and taken as a whole."""
+    if set(map(type, plain)) <= {float}:
+        return tuple(plain)
+    decode = _scalar_decoder(float)
+    return tuple(decode(each) for each in plain)
 
 
 def _scalar_decoder(hint: Any) -> Callable[[Any], Any]:

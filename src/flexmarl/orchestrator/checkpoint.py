@@ -97,7 +97,7 @@ def write_checkpoint(
         _sync(folder)
     except (OSError, StoreError) as error:
         shutil.rmtree(draft, ignore_errors=True)
-        raise StoreError(f"cannot write checkpoint {target}: {error}; free space or change run.dir") from error
+        raise StoreError(f"cannot write checkpoint {target}: {error}; free space, then resume the run") from error
     for _, old in list_checkpoints(folder)[:-keep_last]:
         shutil.rmtree(old, ignore_errors=True)
     return target

@@ -13,7 +13,7 @@ from typing import Any
 from flexmarl.core.errors import InvariantError, StoreError
 
 _TAIL_BYTES = 1 << 16
-_FIX = "make room on the disk, then go on with --resume"
+_FIX = "free space, then resume the run"
 
 
 class AppendFile:

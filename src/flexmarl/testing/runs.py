@@ -39,7 +39,7 @@ def scripted_config() -> dict[str, Any]:
     return {
         "run": {"name": "scripted"},
         "data": {"source": "flexmarl.testing.teams:load_queries"},
-        "workflow": {"path": "flexmarl.testing.teams:pair"},
+        "workflow": {"path": "flexmarl.testing.teams:pair", "dry_run": False},
         "policies": {"wr": {"model": "none"}, "ju": {"model": "none"}},
         "agents": {"writer": {"policy": "wr"}, "judge": {"policy": "ju"}},
         "algorithm": {"truncated": "train"},

@@ -20,8 +20,9 @@ from flexmarl.core.records import Denominators, Sample
 from flexmarl.models import FlatParameters, load_causal_lm
 from flexmarl.training.backends.torch.arena import STEP, Arena, state_layout
 from flexmarl.training.backends.torch.cache import GradientCache
-from flexmarl.training.backends.torch.gradients import backward, check_projection, split_by_length
+from flexmarl.training.backends.torch.gradients import ForwardBatch, backward, check_projection, plan_forwards
 from flexmarl.training.backends.torch.optimizer import FlatAdamW
+from flexmarl.training.backends.torch.shared_prompts import can_share_prompts
 from flexmarl.training.metrics import GRAD_NORM, LEARNING_RATE, combine_metrics
 
 OBJECT_TIMEOUT_S = 300.0
@@ -39,6 +40,7 @@ class _Held:
         self.flat = FlatParameters(self.model, buffer=self.state.buffer[: weights.num_bytes])
         _check_parameters(self.flat, element)
         check_projection(self.model)
+        self.can_share_prompts = not is_canonical and can_share_prompts(self.model)
         size = weights.num_bytes
         self.optimizer = FlatAdamW(
             optimizer,
@@ -96,11 +98,14 @@ class TorchBackend:
     def accumulate(self, samples: Sequence[Sample]) -> GradientResult:
         """Add the gradient sums of `samples`: batches of similar length, or one sample at a time when canonical."""
         held = self._held
-        batches = [[sample] for sample in samples] if self._is_canonical else split_by_length(samples)
+        if self._is_canonical:
+            forwards = [ForwardBatch(samples=[sample], shares_prompts=False) for sample in samples]
+        else:
+            forwards = plan_forwards(samples, can_share=held.can_share_prompts)
         metrics: dict[str, float] = {}
-        for batch in batches:
-            metrics = combine_metrics(metrics, backward(held.model, batch, self._algorithm))
-            held.cache.collect(count_denominators(batch))
+        for forward in forwards:
+            metrics = combine_metrics(metrics, backward(held.model, forward, self._algorithm))
+            held.cache.collect(count_denominators(forward.samples))
         return GradientResult(denominators=count_denominators(samples), metrics=metrics)
 
     def seal(self, key: ObjectKey) -> Denominators:
