@@ -15,11 +15,8 @@ Usage: .venv/bin/python benchmarks/end_to_end.py [--json] [--quick] [--peer-pyth
        .venv/bin/python benchmarks/end_to_end.py --tune    (compares the settings of GRID)
 """
 
-import argparse
-import hashlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +32,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from peer_job import AGENTS, NUM_NEW_TOKENS, NUM_STEPS, SAMPLES_PER_STEP, SideProcess, TooSlowError
 from peer_team import run_team, write_models, write_prompts
+from report import parser_of, spread_of, with_setting
 from waterfall import PHASES
 
 HERE = Path(__file__).resolve().parent
@@ -122,11 +119,6 @@ def rate(step_s: Sequence[float]) -> float:
     return SAMPLES_PER_STEP * len(step_s) / sum(step_s)
 
 
-def spread_of(values: Sequence[float]) -> dict[str, float]:
-    """Return median, least and greatest."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
 def measure(bench: Bench, *, is_quick: bool, repeats: int, start_s: float) -> dict[str, Any]:
     """Run the sides in turns; return the figures."""
     threads, thread_rates = dict.fromkeys(bench.sides, 1), {}
@@ -165,23 +157,11 @@ def median_waterfall(waterfalls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return dict(sorted(waterfalls, key=lambda each: float(each["step_s"]))[len(waterfalls) // 2])
 
 
-def environment(peer_python: str | None) -> dict[str, Any]:
-    """Return commit, versions and hardware."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
-    result: dict[str, Any] = {
-        "commit": commit.stdout.strip() if commit.returncode == 0 else None,
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-        "machine": platform.machine(),
-        "num_cpus": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-    }
-    if peer_python:
-        code = "from importlib.metadata import version as v; print(v('comlrl'), v('torch'), v('transformers'))"
-        output = subprocess.run([peer_python, "-c", code], capture_output=True, text=True, check=False).stdout.split()
-        result["peer"] = dict(zip(("comlrl", "torch", "transformers"), output, strict=False))
-    return result
+def peer_versions(peer_python: str) -> dict[str, str]:
+    """Return the versions in the peer's environment."""
+    code = "from importlib.metadata import version as v; print(v('comlrl'), v('torch'), v('transformers'))"
+    output = subprocess.run([peer_python, "-c", code], capture_output=True, text=True, check=False).stdout.split()
+    return dict(zip(("comlrl", "torch", "transformers"), output, strict=False))
 
 
 def tune(bench: Bench) -> None:
@@ -213,9 +193,7 @@ def print_text(result: Mapping[str, Any]) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description="A whole training run beside a plain loop and a peer system.")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object in the last line")
-    parser.add_argument("--quick", action="store_true", help="one repeat of few steps: under a minute")
+    parser = parser_of("A whole training run beside a plain loop and a peer system.", quick="one repeat of few steps")
     parser.add_argument("--repeats", type=int, default=5, help="of every side, in turns")
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter of an environment that holds comlrl")
     parser.add_argument("--tune", action="store_true", help="only compare the settings of GRID")
@@ -231,15 +209,10 @@ def main() -> None:
         figures = measure(
             bench, is_quick=arguments.quick, repeats=1 if arguments.quick else arguments.repeats, start_s=start_s
         )
-    result = {
-        "benchmark": "end_to_end",
-        "unit": "samples/s",
-        **figures,
-        "is_quick": arguments.quick,
-        "config": config,
-        "config_hash": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12],
-        "environment": environment(arguments.peer_python),
-    }
+    figures = {"benchmark": "end_to_end", "unit": "samples/s", **figures}
+    result = with_setting(figures, config, is_quick=arguments.quick)
+    if arguments.peer_python:
+        result["environment"]["peer"] = peer_versions(arguments.peer_python)
     if arguments.json:
         print(json.dumps(result))
     else:

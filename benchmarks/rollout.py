@@ -7,13 +7,9 @@ only tokens that were asked for count, on both sides. Both sides sample at tempe
 Usage: .venv/bin/python benchmarks/rollout.py [--json] [--quick]
 """
 
-import argparse
-import hashlib
 import json
 import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +20,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import transformers
+from report import parser_of, spread_of, with_setting
 
 from flexmarl.core.ids import AgentName, InstanceId, ObjectKey, PolicyName, Purpose, RequestId, SampleKey
 from flexmarl.core.layout import PackedObject
@@ -173,11 +170,6 @@ def compare(
     }
 
 
-def spread_of(values: Sequence[float]) -> dict[str, float]:
-    """Return median, least and greatest."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
 def measure(*, is_quick: bool) -> dict[str, Any]:
     """Return the result object."""
     torch.set_num_threads(1)
@@ -207,7 +199,7 @@ def measure(*, is_quick: bool) -> dict[str, Any]:
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "threads": torch.get_num_threads(),
     }
-    return {
+    figures = {
         "benchmark": "rollout",
         "unit": "tokens/s",
         "tokens_per_s": results["skewed"]["tokens_per_s"]["median"],
@@ -215,35 +207,15 @@ def measure(*, is_quick: bool) -> dict[str, Any]:
         "ratio": results["skewed"]["ratio"]["median"],
         "uniform_ratio": results["uniform"]["ratio"]["median"],
         "spread": results,
-        "is_quick": is_quick,
-        "config": config,
-        "config_hash": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12],
-        "environment": environment(),
     }
-
-
-def environment() -> dict[str, Any]:
-    """Return commit, versions and hardware."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return {
-        "commit": commit.stdout.strip() if commit.returncode == 0 else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "machine": platform.machine(),
-        "num_cpus": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-    }
+    return with_setting(figures, config, is_quick=is_quick)
 
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description="Embedded rollout engine beside batch-synchronous generate.")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object in the last line")
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter requests: under a minute")
-    arguments = parser.parse_args()
+    arguments = parser_of(
+        "Embedded rollout engine beside batch-synchronous generate.", quick="fewer and shorter requests"
+    ).parse_args()
     result = measure(is_quick=arguments.quick)
     if arguments.json:
         print(json.dumps(result))
