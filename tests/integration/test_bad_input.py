@@ -49,6 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     config = scripted_config()
     config["run"]["dir"] = "run"
+    config["workflow"]["dry_run"] = True
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     (tmp_path / "team.py").write_text(TEAM)
     rows = [{"question": f"{n}+1", "answer": str(n + 1)} for n in range(6)]
@@ -209,6 +210,7 @@ ODD: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_odd_but_right_configurations_run(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     config = scripted_config() | {"runtime": {"inline": True}}
     config["pipeline"]["num_steps"] = 1
+    config["workflow"]["dry_run"] = True
     change(config)
     (folder / "odd.yaml").write_text(json.dumps(config))
     validated = CliRunner().invoke(app, ["validate", "odd.yaml"])

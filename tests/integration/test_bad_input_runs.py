@@ -40,7 +40,7 @@ def test_g10_a_wrong_reward_ends_the_run_and_a_mended_workflow_goes_on(lab: RunL
     team = lab.folder / "team.py"
     team.write_text(TEAM.replace("{rewards}", rewards))
     config = scripted_config()
-    config["workflow"]["path"] = "team.py:team"
+    config["workflow"] = {"path": "team.py:team"}
     config["pipeline"]["num_steps"] = 2
     file = lab.write_config(config)
     assert message in lab.run("validate", file, expect=2)
@@ -60,7 +60,7 @@ def test_g10_some_failures_are_said_once_a_step(lab: RunLab) -> None:
         TEAM.replace("{rewards}", "1.0 if episode.rng.random() < 0.7 else {'writer': 'bad'}")
     )
     config = scripted_config()
-    config["workflow"]["path"] = "team.py:team"
+    config["workflow"] = {"path": "team.py:team"}
     config["pipeline"]["num_steps"] = 1
     output = lab.run("train", lab.write_config(config), "run.dir=run")
     said = [line for line in output.splitlines() if "bad_reward" in line]

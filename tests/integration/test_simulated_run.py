@@ -289,7 +289,7 @@ def test_a_failed_trajectory_is_data_and_its_groups_close_over_the_survivors(tmp
 
 def test_g7_a_step_of_failures_ends_the_run_and_names_the_first(tmp_path: Path) -> None:
     with pytest.raises(WorkflowError) as caught:
-        run(tmp_path / "run", "always_fails", ["eval.at_ends=false"])
+        run(tmp_path / "run", "always_fails", ["eval.at_ends=false", "workflow.dry_run=false"])
     assert (
         "all 16 trajectories of step 0 failed; the first: workflow_error: LookupError: nothing known of train"
         in str(caught.value)

@@ -28,8 +28,8 @@ def run(
     function: Any, *queries: dict[str, Any], answers: tuple[str, ...] = ("42",), **options: Any
 ) -> list[DryEpisode]:
     cases = [DryCase(query=query, answers=answers, seed=number) for number, query in enumerate(queries)]
-    options = {"context_tokens": {}, "budget_s": 20.0} | options
-    return run_dry(function, SETUPS, cases, **options)
+    settings: dict[str, Any] = {"context_tokens": {}, "budget_s": 20.0} | options
+    return run_dry(function, SETUPS, cases, **settings)
 
 
 async def converse(episode: Episode) -> dict[str, float]:
@@ -76,6 +76,15 @@ async def own_lookup(episode: Episode) -> float:
     return {"right": 1.0}[turn.text]
 
 
+async def looks_twice(episode: Episode) -> float:
+    """A field that may be missing, then a key of its own of the same name."""
+    await episode.agent("writer").chat("go")
+    try:
+        return float(episode.query["bonus"])
+    except KeyError:
+        return {"malus": 1.0}["bonus"]
+
+
 async def catches(episode: Episode) -> float:
     await episode.agent("writer").chat("go")
     try:
@@ -94,6 +103,8 @@ def test_only_a_field_of_the_query_counts_as_missing() -> None:
     assert "dry_run" not in inner.message.rpartition("/")[2].removeprefix(Path(__file__).name)
     assert (own.failure_kind, own.missing_field) == ("workflow_error", None)
     assert (caught.failure_kind, caught.missing_field) == (None, None)
+    (twice,) = run(looks_twice, {})
+    assert (twice.failure_kind, twice.missing_field) == ("workflow_error", None)
 
 
 async def too_long(episode: Episode) -> float:

@@ -15,7 +15,6 @@ from flexmarl.workflow import Episode, Outcome
 pytestmark = pytest.mark.unit
 
 SUMS = [{"question": f"{n}+{n}", "answer": str(2 * n)} for n in range(6)]
-ROWS: list[dict[str, Any]] = []
 
 
 def load_queries(*, split: str, num_queries: int | None, seed: int, changes: Mapping[str, Any] = {}) -> Any:
@@ -91,8 +90,8 @@ def config(workflow: str, *overrides: str, **data: Any) -> RootConfig:
     return parse_config(plain, overrides)
 
 
-def refusal(workflow: str, *, is_thorough: bool = False, **changes: Any) -> str:
-    data = {"source": f"{__name__}:load_queries", "options": {"changes": changes}}
+def refusal(workflow: str, changes: Mapping[str, Any] | None = None, *, is_thorough: bool = False) -> str:
+    data = {"source": f"{__name__}:load_queries", "options": {"changes": dict(changes or {})}}
     with pytest.raises(ConfigError) as caught:
         check_inputs(config(workflow, **data), is_thorough=is_thorough)
     return str(caught.value)
@@ -106,7 +105,7 @@ def warnings(workflow: str, *overrides: str) -> Sequence[str]:
 
 
 def test_g10_a_row_without_the_field_is_found_wherever_it_is() -> None:
-    message = refusal("sums", **{"4": {"answer": "REMOVED"}})
+    message = refusal("sums", {"4": {"answer": "REMOVED"}})
     assert f"workflow.path='{__name__}:sums' fails on train query 4 of data.source={__name__}:load_queries" in message
     assert "KeyError: no field or key 'answer' at " in message
     assert f"{Path(__file__).name}:{sums.__code__.co_firstlineno + 3}" in message
@@ -114,7 +113,7 @@ def test_g10_a_row_without_the_field_is_found_wherever_it_is() -> None:
 
 
 def test_g10_a_row_of_another_type_is_found() -> None:
-    message = refusal("sums", **{"3": {"question": None}})
+    message = refusal("sums", {"3": {"question": None}})
     assert "fails on train query 3" in message
     assert "agent writer: chat() takes text, got NoneType None" in message
 

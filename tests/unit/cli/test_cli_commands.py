@@ -20,6 +20,10 @@ from flexmarl.telemetry import EvaluationReport, PolicyQueue, ProgressListener, 
 
 pytestmark = pytest.mark.unit
 
+FULL_DISK = (
+    "error: [Errno 28] No space left on device: 'runs/r/x'; see to the file, the permission or the disk space, then go "
+    "on with --resume\n"
+)
 CONFIG = """
 data: {source: "tasks:load"}
 workflow: {path: "team.py:play"}
@@ -135,8 +139,7 @@ def test_a_stopped_run_exits_with_130(api: FakeApi, config_file: str) -> None:
         (
             OSError(28, "No space left on device", "runs/r/x"),
             1,
-            "error: [Errno 28] No space left on device: 'runs/r/x'; see to the file, the permission or the disk space, "
-            "then go on with --resume\n",
+            FULL_DISK,
         ),
         (KeyboardInterrupt(), 130, "aborted; what the last checkpoint holds can be resumed with --resume\n"),
     ],

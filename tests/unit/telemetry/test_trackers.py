@@ -1,9 +1,10 @@
 """Experiment trackers over stand-ins for their packages, and over the real TensorBoard when it is installed."""
 
+import importlib
 import logging
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,14 +117,14 @@ class FakePackage:
 
 
 @pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePackage]:
+def package(monkeypatch: pytest.MonkeyPatch) -> FakePackage:
     fake = FakePackage()
     for name in ("wandb", "mlflow", "trackio"):
         monkeypatch.setitem(sys.modules, name, fake.module(name))
     for name in ("WANDB_MODE", "WANDB_PROJECT", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRACKIO_DIR", "elsewhere")  # restored by pytest, unlike one that the tracker sets itself
-    yield fake
+    return fake
 
 
 def log_one_row(name: str, folder: Path) -> None:
@@ -177,12 +178,11 @@ def test_a_tracker_that_does_not_start_is_named_and_the_others_are_closed(
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+    accumulators = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     group = open_trackers(["tensorboard"], run_dir=tmp_path, run_name="r", config={})
     for step in range(3):
         group.log(step, {"agent/writer/reward": step / 4})
     group.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = accumulators.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     found = [(event.step, event.value) for event in events.Scalars("agent/writer/reward")]
     assert found == [(0, 0.0), (1, 0.25), (2, 0.5)]
