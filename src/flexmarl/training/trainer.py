@@ -28,9 +28,10 @@ from flexmarl.core.messages import (
     WorkerExited,
     WorkerReady,
 )
-from flexmarl.core.protocols import Lease, Timer, WorkerHandle, WorkerSpec
+from flexmarl.core.protocols import Lease, WorkerSpec
 from flexmarl.core.records import Sample, Seal
 from flexmarl.scheduling import PolicyDemand, ReadySample
+from flexmarl.training.incarnation import Incarnation
 from flexmarl.training.state import GradientProgress, PolicyState, PolicyUpdate, TrainerState, TrainingSeams
 
 logger = logging.getLogger(__name__)
@@ -52,13 +53,12 @@ class Trainer:
         self.policy = policy
         self.state = TrainerState.DORMANT
         self.slot: int | None = None
-        self.handle: WorkerHandle | None = None
+        self._process = Incarnation(policy, seams)
         self.must_publish = True
         """Its state is not yet on the object plane: the run has just begun."""
         self._make_spec = make_spec
         self._seams = seams
         self._on_change = on_change
-        self._incarnation = 0
         self._num_deaths = 0
         """Since its last finished command; to load its state is no progress."""
         self._waiting_since_s = 0.0
@@ -74,9 +74,6 @@ class Trainer:
         self._lease: Lease | None = None
         self._num_seals = 0
         """Over the life of the trainer: numbers of seals are never reused."""
-        self._busy_with: str | None = None
-        """The command or store operation in flight."""
-        self._timer: Timer | None = None
         self._is_closing = False
 
     # --- commands of the engine ---------------------------------------------------------------------------------------
@@ -115,16 +112,15 @@ class Trainer:
         """Start the process group on a slot."""
         self.slot = slot
         self.state = TrainerState.ACTIVATING
-        self.handle = self._seams.runtime.start(self._make_spec(self.worker_id), self._receive)
+        self._process.start(self._make_spec, self._receive)
 
     def suspend(self) -> bool:
         """Give the slot up; False when the gradient cache must be sealed first, which has been started."""
         if self._gradient.unsealed:
             self._seal()
             return False
-        assert self.handle is not None
         self.state = TrainerState.SUSPENDING
-        self.handle.stop()
+        self._process.stop()
         return True
 
     def close(self) -> None:
@@ -132,16 +128,6 @@ class Trainer:
         self._is_closing = True
 
     # --- views --------------------------------------------------------------------------------------------------------
-
-    @property
-    def worker_id(self) -> WorkerId:
-        """Id of the process of this incarnation."""
-        return WorkerId(f"trainer-{self.policy}.{self._incarnation}")
-
-    @property
-    def holder(self) -> HolderId:
-        """Who holds the leases of this incarnation."""
-        return HolderId(f"{self.policy}#{self._incarnation}")
 
     @property
     def num_ready(self) -> int:
@@ -153,12 +139,12 @@ class Trainer:
         """The commit in progress has nothing more to do for this policy."""
         if self._update is not None:
             return True
-        return not self._gradient.ready and self._busy_with is None and not self._gradient.has_gradient
+        return not self._gradient.ready and self._process.busy_with is None and not self._gradient.has_gradient
 
     @property
     def can_be_allocated(self) -> bool:
         """An allocation rule may look at it: it is not waiting for the store to release a dead incarnation."""
-        return self.slot is not None or self._busy_with is None
+        return self.slot is not None or self._process.busy_with is None
 
     def demand(self) -> PolicyDemand:
         """Return what an allocation rule sees of it."""
@@ -168,7 +154,7 @@ class Trainer:
             is_needed=self.must_publish or self._must_update,
             waiting_s=self._seams.runtime.clock.now_s() - self._waiting_since_s,
             slot=self.slot,
-            is_idle=self.state is TrainerState.RUNNING and self._busy_with is None,
+            is_idle=self.state is TrainerState.RUNNING and self._process.busy_with is None,
             is_leaving=self.state is TrainerState.SUSPENDING,
         )
 
@@ -205,17 +191,16 @@ class Trainer:
         self._seams.inbox.post(worker_id, fact, lambda: self._handle(worker_id, fact))
 
     def _handle(self, worker_id: WorkerId, fact: object) -> None:
-        if worker_id != self.worker_id:
+        if worker_id != self._process.worker_id:
             return
-        command = self._busy_with
-        self._end_command()
+        command = self._process.end_command()
         match fact:
             case WorkerExited():
                 self._exited(fact, command)
                 return
             case WorkerReady():
                 seal = self._gradient.seal
-                self._command(
+                self._process.command(
                     Activate(
                         policy=self.policy,
                         policy_version=self._weights_version,
@@ -246,7 +231,7 @@ class Trainer:
     def _acknowledge(self, fact: GradientAccumulated) -> None:
         lease = self._lease
         if lease is None or lease.micro_batch_id != fact.micro_batch_id:
-            raise InvariantError(f"{self.worker_id} reports {fact.micro_batch_id}, leased is {lease}")
+            raise InvariantError(f"{self._process.worker_id} reports {fact.micro_batch_id}, leased is {lease}")
 
         def acknowledged(_: None) -> None:
             self._lease = None
@@ -257,7 +242,9 @@ class Trainer:
     def _record_seal(self, fact: CacheSealed) -> None:
         gradient = self._gradient
         if fact.denominators != gradient.denominators:
-            raise InvariantError(f"{self.worker_id} sealed {fact.denominators}, expected {gradient.denominators}")
+            raise InvariantError(
+                f"{self._process.worker_id} sealed {fact.denominators}, expected {gradient.denominators}"
+            )
         seal = gradient.sealed(fact.object_key, self.policy)
 
         def stored(_: None) -> None:
@@ -265,11 +252,13 @@ class Trainer:
             gradient.seal = seal
             gradient.unsealed.clear()
 
-        self._store_work(f"seal {fact.object_key}", self._seams.store.seal(self.holder, seal), stored)
+        self._store_work(f"seal {fact.object_key}", self._seams.store.seal(self._process.holder, seal), stored)
 
     def _updated(self, fact: UpdateApplied) -> None:
         if fact.policy_version != self._new_version:
-            raise InvariantError(f"{self.worker_id} made version {fact.policy_version}, not {self._new_version}")
+            raise InvariantError(
+                f"{self._process.worker_id} made version {fact.policy_version}, not {self._new_version}"
+            )
         gradient = self._gradient
         self._weights_version = fact.policy_version
         self._state_key = self._key("state", fact.policy_version)
@@ -288,11 +277,10 @@ class Trainer:
         gradient.unsealed.clear()
 
     def _exited(self, fact: WorkerExited, command: str | None) -> None:
-        dead_holder = self.holder
+        dead_holder = self._process.holder
         was_suspended = self.state is TrainerState.SUSPENDING and fact.is_expected
-        self.handle = None
         self.slot = None
-        self._incarnation += 1
+        self._process.ended()
         self._waiting_since_s = self._seams.runtime.clock.now_s()
         self.state = TrainerState.DORMANT
         if self._is_closing:
@@ -305,7 +293,7 @@ class Trainer:
                 return
             logger.warning("%s ended (%s); starting it again from its last seal", dead_holder, fact.reason)
             self._seams.events.emit(
-                WorkerRestarted(worker=f"trainer-{self.policy}", incarnation=self._incarnation, reason=fact.reason)
+                WorkerRestarted(worker=f"trainer-{self.policy}", incarnation=self._process.number, reason=fact.reason)
             )
             self._lease = None
             if self._update is None and self._gradient.ever_leased:
@@ -347,11 +335,11 @@ class Trainer:
 
     def advance(self) -> None:
         """Give the process group its next command, if it can take one."""
-        if self.state is TrainerState.RUNNING and self._busy_with is None and not self._is_closing:
+        if self.state is TrainerState.RUNNING and self._process.busy_with is None and not self._is_closing:
             if self.must_publish:
                 version = self._weights_version
                 state_key, weights_key = self._key("state", version), self._key("weights", version)
-                self._command(PublishState(state_key=state_key, weights_key=weights_key))
+                self._process.command(PublishState(state_key=state_key, weights_key=weights_key))
             elif len(self._gradient.unsealed) >= self._seams.config.seal_every:
                 self._seal()
             elif self._gradient.ready and self._may_train:
@@ -375,18 +363,18 @@ class Trainer:
 
         def leased(result: tuple[Lease, list[Sample]]) -> None:
             self._lease, samples = result
-            self._command(AccumulateGradient(micro_batch_id=micro_batch_id, samples=tuple(samples)))
+            self._process.command(AccumulateGradient(micro_batch_id=micro_batch_id, samples=tuple(samples)))
 
-        work = self._seams.store.lease(self.policy, self.holder, micro_batch_id, keys)
+        work = self._seams.store.lease(self.policy, self._process.holder, micro_batch_id, keys)
         self._store_work(f"lease {micro_batch_id}", work, leased)
 
     def _seal(self) -> None:
         self._num_seals += 1
-        self._command(SealCache(object_key=self._key("seal", self._num_seals)))
+        self._process.command(SealCache(object_key=self._key("seal", self._num_seals)))
 
     def _apply_update(self) -> None:
         assert self._new_version is not None
-        self._command(
+        self._process.command(
             ApplyUpdate(
                 policy_version=self._new_version,
                 denominators=self._gradient.denominators,
@@ -400,32 +388,9 @@ class Trainer:
             self._seams.runtime.objects.delete(self._gradient.seal.object_key)
             self._gradient.seal = None
 
-    # --- one command, or one store operation, at a time ---------------------------------------------------------------
-
-    def _command(self, command: object) -> None:
-        if self.handle is None or self._busy_with is not None:
-            raise InvariantError(f"{self.worker_id} is busy with {self._busy_with}, cannot take {command!r:.80}")
-        name = type(command).__name__
-        self._busy_with = name
-        timeout_s = self._seams.config.micro_batch_timeout_s
-        self._timer = self._seams.inbox.set_timer(f"{name} {self.worker_id}", timeout_s, self.handle.kill)
-        self.handle.send(command)
-
-    def _end_command(self) -> None:
-        self._busy_with = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
     def _store_work(self, name: str, work: Coroutine[Any, Any, T], then: Callable[[T], None]) -> None:
-        """Run a store operation; its end is dropped when the incarnation it was for has died meanwhile."""
-        self._busy_with = f"store.{name}"
-        incarnation = self._incarnation
-
         def done(result: T) -> None:
-            if self._incarnation == incarnation:
-                self._busy_with = None
-                then(result)
-                self.advance()
+            then(result)
+            self.advance()
 
-        self._seams.inbox.start(f"store.{name}", work, done)
+        self._process.store_work(name, work, done)
