@@ -53,6 +53,7 @@ class Database:
             StoreError: it cannot be opened, or is no SQLite file.
         """
         self.name = ":memory:" if path is None else str(path)
+        self._is_grouped = False
         with translated(self.name):
             # Calls come one at a time, though not always from the same thread.
             self.connection = sqlite3.connect(
@@ -67,7 +68,14 @@ class Database:
 
     @contextmanager
     def transaction(self, *, durable: bool = False) -> Iterator[sqlite3.Connection]:
-        """All or nothing: an exception rolls back. `durable` syncs the write-ahead log before it returns."""
+        """All or nothing: an exception rolls back. `durable` syncs the write-ahead log before it returns.
+
+        Inside `group` it is written when the group ends.
+        """
+        if self._is_grouped:
+            with self._savepoint():
+                yield self.connection
+            return
         if durable:
             self.connection.execute("PRAGMA synchronous=FULL")
         try:
@@ -80,6 +88,32 @@ class Database:
                 self.connection.execute("ROLLBACK")
             if durable:
                 self.connection.execute("PRAGMA synchronous=NORMAL")
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Put the transactions within the block into one: each is still all or nothing, and all are written together.
+
+        An exception that leaves the block undoes all of them.
+        """
+        with self.transaction():
+            self._is_grouped = True
+            try:
+                yield
+            finally:
+                self._is_grouped = False
+
+    @contextmanager
+    def _savepoint(self) -> Iterator[None]:
+        self.connection.execute("SAVEPOINT one")
+        try:
+            yield
+        except BaseException:
+            # SQLite may have rolled back the whole group already (full disk).
+            if self.connection.in_transaction:
+                self.connection.execute("ROLLBACK TO one")
+                self.connection.execute("RELEASE one")
+            raise
+        self.connection.execute("RELEASE one")
 
     def close(self) -> None:
         """Move the write-ahead log into the file and release both."""

@@ -29,8 +29,16 @@ class Index:
         prepare_schema(self.connection, database.name)
         self.tables: dict[PolicyName, PolicyTable] = {}
         """By policy, in the order of their first row."""
-        for number, policy in self.connection.execute("SELECT number, policy FROM policies ORDER BY number").fetchall():
+        for number, policy in self._written_policies():
             self.tables[policy] = PolicyTable(self.connection, payload, policy, number)
+
+    def _written_policies(self) -> list[tuple[int, PolicyName]]:
+        return self.connection.execute("SELECT number, policy FROM policies ORDER BY number").fetchall()
+
+    def forget_unwritten_tables(self) -> None:
+        """After transactions were undone: a policy's table that one of them made is not there any more."""
+        written = {policy for _, policy in self._written_policies()}
+        self.tables = {policy: table for policy, table in self.tables.items() if policy in written}
 
     @property
     def connection(self) -> sqlite3.Connection:

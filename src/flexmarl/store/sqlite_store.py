@@ -1,12 +1,15 @@
 """`SqliteStore`: the experience store of one run, over an SQLite index and a payload file.
 
 Every method hands one blocking function to the runtime's `call`, which runs them one at a time in order; there is no
-other concurrency in the store. Each function is one transaction.
+other concurrency in the store. Each function is one transaction; those that wait for a turn are written together.
 """
 
+import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from flexmarl.core.errors import InvariantError
 from flexmarl.core.ids import HolderId, PolicyName, SampleKey, TrajectoryKey
@@ -37,6 +40,30 @@ class BlockingCall(Protocol):
         ...
 
 
+DURABLE_OPERATIONS = frozenset({steps.open_step, steps.commit, steps.rewind})
+"""Those that survive power loss; each is written alone."""
+MAX_BATCH = 256
+"""Operations written together; bounds the time until the first of them is answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """One call that waits for its turn."""
+
+    function: Callable[..., Any]
+    args: tuple[object, ...]
+    done: asyncio.Future[Any]
+
+    def settle(self, error: Exception | None, result: Any) -> None:
+        """Answer, unless nobody waits any more."""
+        if self.done.cancelled():
+            return
+        if error is None:
+            self.done.set_result(result)
+        else:
+            self.done.set_exception(error)
+
+
 class SqliteStore:
     """An `ExperienceStore`. A folder has one owner at a time; `None` keeps everything in memory."""
 
@@ -45,6 +72,8 @@ class SqliteStore:
         self._index: Index | None = index
         self._lock = lock
         self._call = call
+        self._waiting: deque[_Operation] = deque()
+        self._writer: asyncio.Task[None] | None = None
         self.recovery = recovery
         """What opening had to mend."""
 
@@ -61,13 +90,61 @@ class SqliteStore:
         return cls(index, lock, recovery, call)
 
     async def _run(self, function: Callable[..., T], *args: object) -> T:
-        return await self._call(self._run_blocking, function, *args)
+        """Run an operation in its turn; those that wait together are written together (group commit)."""
+        loop = asyncio.get_running_loop()
+        operation = _Operation(function, args, loop.create_future())
+        self._waiting.append(operation)
+        if self._writer is None:
+            self._writer = loop.create_task(self._write(), name="store")
+        result: T = await operation.done
+        return result
 
-    def _run_blocking(self, function: Callable[..., T], *args: object) -> T:
-        if self._index is None:
-            raise InvariantError(f"the store was closed before {function.__name__}")
-        with translated(self._index.database.name):
-            return function(self._index, *args)
+    async def _write(self) -> None:
+        try:
+            while self._waiting:
+                batch = self._next_batch()
+                try:
+                    outcomes = await self._call(self._run_batch, batch)
+                except Exception as refused:  # noqa: BLE001 (the runtime is closed: tell who waits)
+                    outcomes = [(refused, None)] * len(batch)
+                for operation, (error, result) in zip(batch, outcomes, strict=True):
+                    operation.settle(error, result)
+        finally:
+            self._writer = None
+
+    def _next_batch(self) -> list[_Operation]:
+        batch = [self._waiting.popleft()]
+        while (
+            self._waiting
+            and len(batch) < MAX_BATCH
+            and not {batch[-1].function, self._waiting[0].function} & DURABLE_OPERATIONS
+        ):
+            batch.append(self._waiting.popleft())
+        return batch
+
+    def _run_batch(self, batch: list[_Operation]) -> list[tuple[Exception | None, Any]]:
+        """Return the error or the result of each operation; what fails alone does not undo the others."""
+        index = self._index
+        if index is None:
+            return [(InvariantError(f"the store was closed before {each.function.__name__}"), None) for each in batch]
+        try:
+            if len(batch) == 1:
+                with translated(index.database.name):
+                    return [(None, batch[0].function(index, *batch[0].args))]
+            with translated(index.database.name), index.database.group():
+                return [self._run_grouped(index, operation) for operation in batch]
+        except Exception as error:  # noqa: BLE001 (passed on to whoever waits for it)
+            index.forget_unwritten_tables()
+            return [(error, None)] * len(batch)
+
+    def _run_grouped(self, index: Index, operation: _Operation) -> tuple[Exception | None, Any]:
+        try:
+            with translated(index.database.name):
+                return None, operation.function(index, *operation.args)
+        except Exception as error:
+            if not index.connection.in_transaction:
+                raise  # the whole group is gone
+            return error, None
 
     async def open_step(self, dispatch: DispatchRecord) -> None:
         """Record the content of a step before its first request; survives power loss."""
@@ -176,7 +253,9 @@ class SqliteStore:
         await self._run(steps.rewind, policy_version)
 
     async def close(self) -> None:
-        """Release the files. A second call does nothing."""
+        """Finish what was begun and release the files. A second call does nothing."""
+        if self._writer is not None:
+            await asyncio.wait([self._writer])
         await self._call(self._close_blocking)
 
     def _close_blocking(self) -> None:
