@@ -234,3 +234,45 @@ def test_g5_a_stop_at_any_event_can_be_resumed(tmp_path: Path, monkeypatch: pyte
         assert resumed.summary["steps"] == 2, where
         evaluations = [resumed.summary["eval"][name]["success"] for name in ("before", "after")]
         assert evaluations == [whole.summary["eval"][name]["success"] for name in ("before", "after")], where
+
+
+def test_a_run_stopped_before_its_last_step_has_no_evaluation_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed = Orchestrator._committed
+
+    def stop_then_commit(self: Orchestrator, *args: Any) -> None:
+        self.request_stop("SIGINT")
+        committed(self, *args)
+
+    monkeypatch.setattr(Orchestrator, "_committed", stop_then_commit)
+
+    stopped = run(tmp_path / "run", "eval.at_ends=true")
+
+    assert stopped.stopped_by == "SIGINT"
+    assert set(stopped.summary["eval"]) == {"before"}
+    monkeypatch.undo()
+    resumed = run(tmp_path / "run", "eval.at_ends=true", resume=True)
+    assert set(resumed.summary["eval"]) == {"before", "after", "difference"}
+
+
+def test_the_share_of_samples_without_a_signal_is_reported(tmp_path: Path) -> None:
+    run(tmp_path / "run")
+
+    for row in read_metrics(tmp_path / "run/metrics.jsonl"):
+        # Groups of two: an advantage is zero exactly where both rewards are equal.
+        assert row["policy/p/zero_advantage_frac"] in (0.0, 0.5, 1.0)
+
+
+def test_sampled_trajectories_are_of_different_queries(tmp_path: Path) -> None:
+    run(tmp_path / "run", "telemetry.trajectories_per_step=2")
+
+    lines = [json.loads(line) for line in (tmp_path / "run/trajectories.jsonl").read_text().splitlines()]
+    assert len(lines) == 8
+    assert all(line["trajectory"] == 0 for line in lines)
+    assert all(a["query"] != b["query"] for a, b in zip(lines[::2], lines[1::2], strict=True))
+
+
+def test_a_path_in_place_of_a_configuration_is_refused_with_the_fix() -> None:
+    with pytest.raises(ConfigError, match="load_config"):
+        train("team.yaml")  # type: ignore[arg-type]

@@ -35,6 +35,8 @@ def evaluate(
         ConfigError: an input is wrong.
         FlexMARLError: the evaluation could not be run.
     """
+    if not isinstance(config, RootConfig):
+        raise ConfigError(f"evaluate() takes a RootConfig, got {config!r:.80}: read it with flexmarl.load_config(path)")
     if not config.eval.at_ends:
         raise ConfigError("eval.at_ends=false switches this evaluation off: add eval.at_ends=true")
     config = config.model_copy(update={"telemetry": TelemetryConfig()})

@@ -49,6 +49,8 @@ def train(config: RootConfig, *, resume: bool = False, listener: ProgressListene
         ConfigError: an input is wrong; found before a process starts where that is possible.
         FlexMARLError: the run could not go on; the run folder stays readable and can be resumed.
     """
+    if not isinstance(config, RootConfig):
+        raise ConfigError(f"train() takes a RootConfig, got {config!r:.80}: read it with flexmarl.load_config(path)")
     if resume and config.run.dir is None:
         raise ConfigError("--resume needs the run to go on with: set run.dir=FOLDER")
     inputs = check_inputs(config)
@@ -95,7 +97,7 @@ async def _train(
             stop_signals(lambda name: loop.call_soon_threadsafe(orchestrator.request_stop, name)),
         ):
             result = await orchestrator.run()
-        if needs_model(config):
+        if needs_model(config) and result.policy_version > 0:
             await _export(config, result, folder, runtime)
     finally:
         if parts is not None:
@@ -130,7 +132,7 @@ def _summary(config: RootConfig, result: RunResult, memory: PeakMemory, duration
 
 def _run_summary(config: RootConfig, folder: RunFolder, result: RunResult, duration_s: float) -> RunSummary:
     files = {"summary": str(folder.path / "summary.json"), "metrics": str(folder.metrics_path)}
-    if needs_model(config):
+    if folder.export_path.exists():
         files["trained models"] = str(folder.export_path)
     if result.checkpoint is not None:
         files["checkpoint"] = str(result.checkpoint)

@@ -75,6 +75,7 @@ class WorkflowChecker:
         self._run(firsts, None if is_thorough else _NUM_QUICK_ANSWERS, deadline_s)
         fields = sorted({field for _, episode in self._episodes for field in episode.read_fields})
         self._run(list(self._odd_places(fields)), 1, deadline_s)
+        self._refuse_code_fault()
         if is_thorough:
             self._refuse_wrong_outcomes()
         return WorkflowCheck(num_episodes=len(self._episodes), warnings=tuple(self._warnings()))
@@ -138,6 +139,17 @@ class WorkflowChecker:
         if episode.num_turns == 0 and episode.failure_kind in ("workflow_error", "bad_reward"):
             raise ConfigError(f"{head} (before an agent was asked, so no answer can change it)")
 
+    def _refuse_code_fault(self) -> None:
+        """Refuse what no answer can mend: every dry run ends with the kind of error that a typing mistake gives."""
+        if not self._episodes or not all(_is_code_fault(episode.message or "") for _, episode in self._episodes):
+            return
+        place, episode = self._episodes[0]
+        hint = "; did you forget an await?" if "'coroutine'" in (episode.message or "") else ""
+        raise ConfigError(
+            f"workflow.path={self._config.workflow.path!r} fails on {self._where(place)}: {episode.message}{hint} "
+            f"(so it did in each of {len(self._episodes)} dry runs)"
+        )
+
     def _refuse_wrong_outcomes(self) -> None:
         judged = [item for item in self._episodes if item[1].failure_kind in (None, "bad_reward")]
         if judged and all(episode.failure_kind == "bad_reward" for _, episode in judged):
@@ -171,6 +183,12 @@ class WorkflowChecker:
 
     def _where(self, place: _Place) -> str:
         return query_place(self._config, place.split, place.number)
+
+
+def _is_code_fault(message: str) -> bool:
+    return message.startswith(("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError")) or any(
+        text in message for text in ("'coroutine' object", "no agent '")
+    )
 
 
 def _scripts(query: Query) -> list[tuple[str, ...]]:

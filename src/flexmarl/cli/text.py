@@ -71,6 +71,8 @@ def final_line(summary: RunSummary) -> str:
                 for agent, reward in summary.after.rewards.items()
                 if agent in summary.before.rewards
             ]
+    elif summary.before is not None and summary.before.success_frac is not None:
+        parts.append(f"held-out success {percent(summary.before.success_frac)} before")
     parts.append(f"run folder {summary.run_dir}")
     return "; ".join(parts)
 

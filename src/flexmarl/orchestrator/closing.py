@@ -72,6 +72,9 @@ class StepCloser:
         self._ended: dict[int, list[EndedTrajectory]] = {query: [] for query in dispatch.queries}
         self.num_closed = 0
         self.num_masked: dict[tuple[AgentName, str], int] = {}
+        self.num_ready: dict[PolicyName, int] = {}
+        self.num_without_signal: dict[PolicyName, int] = {}
+        """Ready samples whose group has equal rewards: they train nothing."""
 
     def ended(self, trajectory: EndedTrajectory) -> None:
         """A trajectory has ended; the last one of a query closes it."""
@@ -132,6 +135,9 @@ class StepCloser:
         num_masked = sum(len(keys) for keys in masked.values())
         self._events.emit(GroupClosed(query=query, num_ready=num_ready, num_masked=num_masked))
         for policy, values in closing.values.items():
+            self.num_ready[policy] = self.num_ready.get(policy, 0) + len(values)
+            num_zero = sum(value.advantage == 0.0 for value in values)
+            self.num_without_signal[policy] = self.num_without_signal.get(policy, 0) + num_zero
             ready = [
                 ReadySample(
                     key=value.key,

@@ -62,7 +62,7 @@ class RunResult:
     """Newest state of each policy."""
     before: EvaluationResult | None = None
     after: EvaluationResult | None = None
-    """The last evaluation of the run."""
+    """The last evaluation after a committed step."""
     evaluation_error: str | None = None
     """Why the last evaluation failed."""
     stopped_by: str | None = None

@@ -150,6 +150,10 @@ class Orchestrator:
         elif self._is_evaluation_due(is_last=is_last):
             self._evaluate()
         elif is_last:
+            if self._start_state.policy_version == self._version and not self._is_evaluation_only:
+                self._parts.listener.on_message(
+                    f"all {self._version} steps are done: raise pipeline.num_steps to go on"
+                )
             self._phase = Phase.ENDED
         else:
             self._next_step()
@@ -158,7 +162,8 @@ class Orchestrator:
         if self.result.stopped_by:
             return
         self.result.stopped_by = signal
-        self._parts.listener.on_message(f"{signal}: stopping after a checkpoint")
+        plan = "stopping before the first step" if self._phase is Phase.OPENING else "stopping after a checkpoint"
+        self._parts.listener.on_message(f"{signal}: {plan}")
         match self._phase:
             case Phase.STEPPING:
                 # Nothing of the open step is kept without replay: its trajectories run again after a resume.
@@ -238,6 +243,7 @@ class Orchestrator:
         self._parts.events.emit(StepCommitted(commit=record))
         now_s = self._parts.runtime.clock.now_s()
         row = metrics_row(step.statistics, updates, masked=step.num_masked, now_s=now_s)
+        row.update((f"policy/{name}/zero_advantage_frac", frac) for name, frac in step.zero_advantage_frac.items())
         self._parts.metrics.write(record.step, row)
         self._parts.trackers.log(record.step, row)
         self._step_durations_s.append(now_s - step.statistics.start_s)
@@ -290,9 +296,10 @@ class Orchestrator:
                 failed_evaluation_report(self._version, result, duration_s=self._config.eval.timeout_s)
             )
         else:
-            if self._version == 0:
+            if self._version == 0 and not self._is_evaluation_only:
                 self.result.before = result
-            self.result.after = result
+            else:
+                self.result.after = result
             self._parts.events.emit(EvaluationDone(policy_version=self._version, metrics=result.metrics()))
             self._parts.listener.on_evaluation(evaluation_report(result))
         self._boundary()

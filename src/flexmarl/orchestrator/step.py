@@ -65,6 +65,9 @@ class StepRunner:
         self._episodes = episodes
         self._inbox = inbox
         self._on_committed = on_committed
+        # Of different queries first: trajectories of one query are often alike.
+        by_number = sorted(dispatch.trajectories(), key=lambda key: key.trajectory)
+        self._sampled = frozenset(by_number[: config.telemetry.trajectories_per_step])
         self._closer = StepCloser(
             dispatch,
             algorithms={PolicyName(name): config.algorithm_of(name) for name in config.policies},
@@ -85,6 +88,12 @@ class StepRunner:
             StoreSink(parts.store, inbox),
             self._trajectory_ended,
         )
+
+    @property
+    def zero_advantage_frac(self) -> dict[PolicyName, float]:
+        """Share of each policy's ready samples whose group had no signal."""
+        without = self._closer.num_without_signal
+        return {policy: without[policy] / count for policy, count in self._closer.num_ready.items() if count > 0}
 
     @property
     def num_masked(self) -> Mapping[tuple[AgentName, str], int]:
@@ -112,7 +121,7 @@ class StepRunner:
 
     def _trajectory_ended(self, trajectory: EndedTrajectory) -> None:
         self.statistics.ended(trajectory, now_s=self._parts.runtime.clock.now_s())
-        if self.statistics.num_trajectories <= self._parts.config.telemetry.trajectories_per_step:
+        if trajectory.key in self._sampled:
             self._parts.on_trajectory(trajectory)
         self._parts.listener.on_rollout_progress(self._pool.num_ended, self._pool.num_trajectories)
         self._closer.ended(trajectory)

@@ -107,7 +107,8 @@ def recover(index: Index) -> RecoveryReport:
         rewound_to_step=rewound_to_step,
     )
     if report != RecoveryReport():
-        logger.warning("%s: mended after its last process died: %s", index.database.name, report)
+        level = logging.INFO if rewound_to_step is None else logging.WARNING
+        logger.log(level, "%s: mended after its last process died: %s", index.database.name, report)
     return report
 
 

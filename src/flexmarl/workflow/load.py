@@ -29,7 +29,9 @@ def load_function(path: str, *, what: str) -> Callable[..., Any]:
     except ConfigError as error:
         raise ConfigError(f"{what}={path!r}: {error}") from error
     except (Exception, SystemExit) as error:  # whatever the user's module raises is the user's to see
-        raise ConfigError(f"{what}={path!r}: importing {module_name} failed: {error!r}") from error
+        file = Path(f"{module_name}.py")
+        hint = f"; did you mean {file}:{name}?" if file.is_file() else ""
+        raise ConfigError(f"{what}={path!r}: importing {module_name} failed: {error!r}{hint}") from error
     function = getattr(module, name, None)
     if function is None:
         functions = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]

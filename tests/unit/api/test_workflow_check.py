@@ -55,6 +55,23 @@ async def wrong_name(episode: Episode) -> float:
     return 1.0
 
 
+async def late_wrong_name(episode: Episode) -> float:
+    await episode.agent("writer").chat("go")
+    await episode.agent("jugde").chat("go")
+    return 1.0
+
+
+async def forgets_await(episode: Episode) -> Any:
+    turn = episode.agent("writer").chat("go")
+    await episode.agent("judge").chat("go")
+    return {"writer": float(len(turn.text)), "judge": 1.0}  # type: ignore[attr-defined]
+
+
+async def misspells(episode: Episode) -> Any:
+    await episode.agent("writer").chat("go")
+    return {"writer": float(len(trun.text))}  # type: ignore[name-defined]  # noqa: F821
+
+
 async def nan_reward(episode: Episode) -> Any:
     await episode.agent("writer").chat("go")
     return {"writer": float("nan")}
@@ -124,6 +141,26 @@ def test_g10_a_row_of_a_file_is_named_by_its_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check_inputs(config("sums", "eval.at_ends=false", train_file=str(path)))
     assert f"fails on {path}:4: KeyError: no field or key 'answer'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("workflow", "said"),
+    [
+        ("late_wrong_name", "no agent 'jugde'"),
+        ("misspells", "NameError: name 'trun' is not defined"),
+        pytest.param(
+            "forgets_await",
+            "did you forget an await?",
+            marks=pytest.mark.filterwarnings(
+                "ignore::RuntimeWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+            ),
+        ),
+    ],
+)
+def test_g10_a_typing_mistake_in_every_dry_run_is_refused(workflow: str, said: str) -> None:
+    message = refusal(workflow)
+    assert said in message
+    assert "in each of" in message
 
 
 def test_g10_a_failure_before_the_first_answer_is_certain() -> None:

@@ -78,7 +78,7 @@ def test_g2_leases_of_the_dead_process_are_released_and_sealed_rows_stay(
     acknowledge(store, keys[1], micro_batch_id="m1")
     stale = lease_of(store, keys[2], micro_batch_id="m2")
     _die(store)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         store = open_store(tmp_path)
     assert store.recovery == RecoveryReport(num_released_rows=2)
     assert "mended after its last process died" in caplog.text
