@@ -73,8 +73,8 @@ class StepCloser:
         self.num_closed = 0
         self.num_masked: dict[tuple[AgentName, str], int] = {}
         self.num_ready: dict[PolicyName, int] = {}
-        self.num_without_signal: dict[PolicyName, int] = {}
-        """Ready samples whose group has equal rewards: they train nothing."""
+        self.num_zero_advantage: dict[PolicyName, int] = {}
+        """Ready samples of advantage zero, mostly those of groups whose rewards are all equal: they train nothing."""
 
     def ended(self, trajectory: EndedTrajectory) -> None:
         """A trajectory has ended; the last one of a query closes it."""
@@ -137,7 +137,7 @@ class StepCloser:
         for policy, values in closing.values.items():
             self.num_ready[policy] = self.num_ready.get(policy, 0) + len(values)
             num_zero = sum(value.advantage == 0.0 for value in values)
-            self.num_without_signal[policy] = self.num_without_signal.get(policy, 0) + num_zero
+            self.num_zero_advantage[policy] = self.num_zero_advantage.get(policy, 0) + num_zero
             ready = [
                 ReadySample(
                     key=value.key,

@@ -91,8 +91,8 @@ class StepRunner:
 
     @property
     def zero_advantage_frac(self) -> dict[PolicyName, float]:
-        """Share of each policy's ready samples whose group had no signal."""
-        without = self._closer.num_without_signal
+        """Share of each policy's ready samples whose advantage is zero."""
+        without = self._closer.num_zero_advantage
         return {policy: without[policy] / count for policy, count in self._closer.num_ready.items() if count > 0}
 
     @property
