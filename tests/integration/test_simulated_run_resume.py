@@ -1,6 +1,7 @@
 """Runs, stops, resumes and evaluations of the whole API under virtual time, on runs of a few trajectories."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from flexmarl.core.errors import ConfigError, StoreError
 from flexmarl.core.events import CheckpointWritten, EvaluationDone, RunEnded, RunStarted, StepCommitted
 from flexmarl.orchestrator.checkpoint import list_checkpoints
 from flexmarl.orchestrator.run import Orchestrator
-from flexmarl.telemetry import EventLog, read_events, read_metrics
+from flexmarl.telemetry import EventLog, SilentListener, read_events, read_metrics
 from flexmarl.workflow import Episode, Outcome
 
 pytestmark = pytest.mark.integration
@@ -271,6 +272,82 @@ def test_sampled_trajectories_are_of_different_queries(tmp_path: Path) -> None:
     assert len(lines) == 8
     assert all(line["trajectory"] == 0 for line in lines)
     assert all(a["query"] != b["query"] for a, b in zip(lines[::2], lines[1::2], strict=True))
+
+
+def test_a_refused_resume_leaves_the_configuration_of_the_run(tmp_path: Path) -> None:
+    run(tmp_path / "run")
+    before = (tmp_path / "run/config.yaml").read_text()
+
+    with pytest.raises(ConfigError, match="run.seed"):
+        run(tmp_path / "run", "run.seed=5", "pipeline.num_steps=6", resume=True)
+
+    assert (tmp_path / "run/config.yaml").read_text() == before
+    run(tmp_path / "run", "pipeline.num_steps=6", resume=True)
+    assert "num_steps: 6" in (tmp_path / "run/config.yaml").read_text()
+
+
+class Messages(SilentListener):
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def on_message(self, message: str) -> None:
+        self.messages.append(message)
+
+
+def test_a_resume_without_checkpoints_says_that_all_runs_again(tmp_path: Path) -> None:
+    run(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    listener = Messages()
+
+    train(parse_config(plain(tmp_path / "run")), resume=True, listener=listener)
+
+    assert "4 committed steps run again from the first" in listener.messages[0]
+
+
+def test_a_resume_with_a_new_store_says_what_is_gone(tmp_path: Path) -> None:
+    run(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/store")
+    listener = Messages()
+
+    train(parse_config(plain(tmp_path / "run"), ["pipeline.num_steps=5"]), resume=True, listener=listener)
+
+    assert "knows 0 of the 4 steps before the checkpoint" in listener.messages[0]
+
+
+async def odd_text(episode: Episode) -> Outcome:
+    await episode.agent("a").chat(episode.query["text"])
+    if episode.query["text"].endswith("0"):
+        raise ValueError("\udcff")
+    return Outcome(rewards={"a": 1.0})
+
+
+def test_g10_text_that_no_file_can_hold_does_not_end_a_run(tmp_path: Path) -> None:
+    run(
+        tmp_path / "run",
+        f"workflow.path={__name__}:odd_text",
+        "workflow.dry_run=false",
+        "telemetry.trajectories_per_step=9",
+    )
+
+    lines = [json.loads(line) for line in (tmp_path / "run/trajectories.jsonl").read_text().splitlines()]
+    assert any("\udcff" in (line["failure"] or "") for line in lines)
+
+
+async def idle(episode: Episode) -> Outcome:
+    return Outcome()
+
+
+def test_a_step_that_trains_nothing_is_told(tmp_path: Path) -> None:
+    listener = Messages()
+    config = parse_config(plain(tmp_path / "run"), [f"workflow.path={__name__}:idle", "workflow.dry_run=false"])
+
+    train(config, listener=listener)
+
+    assert sum("no sample trained" in message for message in listener.messages) == 4
+
+
+def test_more_slots_than_policies_are_as_many_as_policies(tmp_path: Path) -> None:
+    assert digest(run(tmp_path / "a", "training.num_slots=100000000000")) == digest(run(tmp_path / "b"))
 
 
 def test_a_path_in_place_of_a_configuration_is_refused_with_the_fix() -> None:

@@ -196,6 +196,6 @@ def _trajectory_writer(inputs: CheckedInputs, path: Path) -> Callable[[EndedTraj
             "failure": None if trajectory.failure is None else trajectory.failure.message,
         }
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+            file.write(json.dumps(line, default=str) + "\n")
 
     return write

@@ -1,7 +1,7 @@
 """Where a run begins: at the models of its configuration, or at a checkpoint."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,15 +42,33 @@ def first_state(config: RootConfig) -> StartState:
 
 
 async def resumed_state(
-    config: RootConfig, inputs: CheckedInputs, folder: RunFolder, runtime: Runtime, store: ExperienceStore
+    config: RootConfig,
+    inputs: CheckedInputs,
+    folder: RunFolder,
+    runtime: Runtime,
+    store: ExperienceStore,
+    *,
+    tell: Callable[[str], None],
 ) -> StartState:
     """Go back to the newest checkpoint: its states on the object plane, the store without what came after.
+
+    `tell` is called with what a user would not expect: that steps run again for want of a checkpoint, or that the store
+    does not know the steps before it.
 
     Raises:
         ConfigError: the checkpoint is of other policies, another seed or other data.
         StoreError: it is damaged.
     """
     state = await load_checkpoint(config, inputs, folder.checkpoints_path, runtime) or first_state(config)
+    last = await store.last_commit()
+    committed = 0 if last is None else last.policy_version
+    if state.policy_version == 0 and committed > 0:
+        tell(f"no checkpoint in {folder.checkpoints_path}: {committed} committed steps run again from the first")
+    elif committed < state.policy_version:
+        tell(
+            f"the store in {folder.store_path} knows {committed} of the {state.policy_version} steps before the "
+            "checkpoint: trained ids of the others are gone, the weights are not"
+        )
     await store.rewind(state.policy_version)
     baseline = _read_baseline(folder) if state.policy_version > 0 else None
     if baseline is None:

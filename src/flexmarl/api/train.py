@@ -56,7 +56,8 @@ def train(config: RootConfig, *, resume: bool = False, listener: ProgressListene
     inputs = check_inputs(config)
     run_dir = Path(config.run.dir) if config.run.dir else default_run_dir(config.run.name)
     with RunFolder.open(run_dir, name=config.run.name, resume=resume) as folder:
-        folder.write_config(resolved_yaml(config))
+        if not resume:
+            folder.write_config(resolved_yaml(config))
         try:
             return run_on(config, folder, lambda runtime: _train(config, inputs, folder, runtime, resume, listener))
         except OSError as error:  # a file that no layer below has a name for
@@ -79,7 +80,11 @@ async def _train(
     store = await SqliteStore.open(folder.store_path if config.store.kind == "sqlite" else None, runtime.call)
     parts = None
     try:
-        start = await resumed_state(config, inputs, folder, runtime, store) if resume else first_state(config)
+        start = first_state(config)
+        if resume:
+            start = await resumed_state(config, inputs, folder, runtime, store, tell=listener.on_message)
+            # Only now: a resume that was refused must leave the run's own configuration.
+            folder.write_config(resolved_yaml(config))
         parts = await build_parts(
             config,
             inputs,

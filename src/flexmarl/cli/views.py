@@ -27,6 +27,8 @@ class QuietView(SilentListener):
         """Write lines to standard output, as long as somebody reads it."""
         if not self.has_reader:
             return
+        if sys.stdout is None:  # closed by whoever started this process
+            return
         try:
             for line in lines:
                 self.write_line(line)

@@ -65,6 +65,10 @@ def write_yaml(plain: Mapping[str, Any]) -> str:
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
+_MAX_INT = 2**63 - 1
+"""Workers are told their options in 64-bit integers."""
+
+
 def plain_copy(value: Any, *, where: str) -> Any:
     """Return a copy of `value` that shares nothing with it.
 
@@ -94,6 +98,8 @@ class _Copier:
             return [self.copy(item, f"{place}[{number}]", depth=depth + 1) for number, item in enumerate(value)]
         if isinstance(value, str):
             return self._text(value, place)
+        if isinstance(value, int) and abs(value) > _MAX_INT:
+            raise self._error(place, f"{hex(value)[:24]}... is too large: whole numbers have at most 63 bits")
         if value is None or isinstance(value, (bool, int, float)):
             return value
         raise self._error(

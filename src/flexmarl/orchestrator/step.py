@@ -146,6 +146,11 @@ class StepRunner:
 
     def _updated(self) -> None:
         updates = self._engine.updates()
+        if not any(update.denominators.num_samples for update in updates.values()):
+            self._parts.listener.on_message(
+                f"step {self.dispatch.step + 1}: no sample trained, so no weights change: no agent acted, or every "
+                "turn was masked (see num_masked in metrics.jsonl)"
+            )
         weights = published_weights(self.dispatch.policy_version + 1, updates)
         self._manager.publish(weights, lambda: self._published(updates))
 

@@ -295,7 +295,7 @@ class TrajectoryPool:
             return
         if isinstance(answer, GenerationFailed):
             kind = "generation_refused" if answer.failure_kind == "refused" else "generation_failed"
-            self._fail(running, kind, f"{request.key}: {answer.message}")
+            self._fail(running, kind, f"{request.key} (policy {request.policy}): {answer.message}")
             return
         row = _turn_row(request, answer)
         running.turns[row.key] = row

@@ -36,7 +36,7 @@ class TrainingEngine:
         seams = TrainingSeams(config=config, runtime=runtime, inbox=inbox, events=events, store=store)
         self._events = events
         self._trainers = {policy: Trainer(policy, specs[policy], seams, self._changed) for policy in sorted(specs)}
-        self._num_slots = config.num_slots or len(self._trainers)
+        self._num_slots = min(config.num_slots or len(self._trainers), len(self._trainers))
         self._on_opened: Callable[[], None] | None = None
         self._on_updated: Callable[[], None] | None = None
         self._is_closing = False

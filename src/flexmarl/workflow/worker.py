@@ -96,7 +96,7 @@ class EpisodeWorker:
             if attempt in self.running:
                 self._end(attempt, self._failure(start, "workflow_error", "the workflow cancelled itself"))
             raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (user code: whatever it raises is data)
+        except BaseException as error:  # noqa: BLE001 (user code: whatever it raises is data)
             self._end(attempt, self._failure(start, "workflow_error", _describe(error)))
         else:
             self._end(attempt, self._outcome(returned, episode, start))

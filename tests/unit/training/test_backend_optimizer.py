@@ -69,3 +69,11 @@ def test_refuses_a_gradient_that_is_not_finite(bad: float) -> None:
     with pytest.raises(BackendError, match="gradient norm"):
         make(OptimizerConfig(), parameters).update(torch.tensor([0.0, bad, 0.0, 0.0, 0.0]))
     assert parameters.tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("settings", [{"learning_rate": 1e300}, {"learning_rate": 1e30, "weight_decay": 1e30}])
+def test_g10_an_update_that_makes_weights_infinite_is_refused(settings: dict[str, float]) -> None:
+    own = make(OptimizerConfig.model_validate(settings), torch.ones(16))
+
+    with pytest.raises(BackendError, match=r"weights that are not finite .* lower optimizer.learning_rate"):
+        own.update(torch.ones(16))

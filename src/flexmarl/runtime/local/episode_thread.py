@@ -61,6 +61,10 @@ class EpisodeThread(SupervisedWorker):
             post_to_loop(self.loop, self.finish, CLEAN_END if reason is None else "exit code 1")
         except WorkerKilled:
             return
+        except BaseException as error:  # noqa: BLE001 (user code stopped the loop, or cancelled all that runs on it)
+            logger.error("worker %s: user code ended its event loop (%s)", self.worker_id, error_reason(error))
+            post_to_loop(self.loop, self.note_error, f"user code ended its event loop: {error_reason(error)}")
+            post_to_loop(self.loop, self.finish, "exit code 1")
 
     async def _serve(self) -> str | None:
         context = WorkerContext(
@@ -192,7 +196,7 @@ class LoopWatchdog:
     def _watch(self) -> None:
         num_ticks_seen = 0
         num_silent_checks = 0
-        while not self._stopped.wait(self._interval_s):
+        while not self._stopped.wait(min(self._interval_s, threading.TIMEOUT_MAX)):
             if self._num_ticks != num_ticks_seen:
                 num_ticks_seen = self._num_ticks
                 num_silent_checks = 0

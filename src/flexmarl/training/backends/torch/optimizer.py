@@ -42,7 +42,8 @@ class FlatAdamW:
         """Clip the normalised gradient in place and apply it; return its norm before clipping and the learning rate.
 
         Raises:
-            BackendError: the gradient is not finite; parameters and moments are untouched.
+            BackendError: the gradient is not finite, and nothing was touched; or the new parameters are not, and the
+                process must end: the state on the object plane is still that before the update.
         """
         norm = global_norm(gradient_E)
         if not math.isfinite(norm):
@@ -57,6 +58,11 @@ class FlatAdamW:
         self._parameters_E.grad = gradient_E
         self._optimizer.step()
         self._parameters_E.grad = None
+        if not torch.isfinite(self._parameters_E).all():
+            raise BackendError(
+                f"the update made weights that are not finite (learning rate {rate:g}, weight decay "
+                f"{self._config.weight_decay:g}, gradient norm {norm:g}): lower optimizer.learning_rate"
+            )
         return norm, rate
 
 
