@@ -300,7 +300,7 @@ def test_a_failed_generation_starts_a_new_attempt_until_there_are_too_many() -> 
     assert lab.sink.finish() == ["failure generation_failed s7/q0/t0"]
     assert lab.started == [(0, 0, 0), (0, 0, 1), (0, 0, 2)]
     assert lab.ended[0].failure is not None
-    assert lab.ended[0].failure.message == "s7/q0/t0/a/b0/n0: broken"
+    assert lab.ended[0].failure.message == "s7/q0/t0/a/b0/n0 (policy p): broken"
 
 
 def test_facts_of_an_old_attempt_are_ignored() -> None:
