@@ -25,7 +25,7 @@ setup: .venv/.setup-stamp  ## Make .venv with the locked dependencies; does noth
 	@bash scripts/setup.sh "$(PYTHON)"
 	@touch $@
 
-train: setup  ## Train the quick start team (about a minute on two cores); ARGS="run.seed=1" overrides values
+train: setup  ## Train the quick start team (half a minute on two cores); ARGS="run.seed=1" overrides values
 	@$(BIN)/flexmarl train $(QUICKSTART) $(ARGS)
 
 eval: setup  ## Measure the quick start team before training
