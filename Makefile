@@ -63,8 +63,9 @@ format: setup  ## Format the sources and write the generated documentation
 bench: setup  ## Run every benchmark, quickly; ARGS="" measures in full
 	@bash scripts/bench.sh $(if $(filter undefined file,$(origin ARGS)),--quick,$(ARGS))
 
-nightly: setup  ## All tests, with many more random cases
+nightly: setup  ## All tests, with many more random cases, and all benchmarks
 	HYPOTHESIS_PROFILE=nightly timeout --kill-after=30 3h $(BIN)/python -m pytest --timeout=1800 -o faulthandler_timeout=2400 -m "not ray and not vllm and not gpu"
+	@bash scripts/bench.sh
 
 clean:  ## Remove caches and build outputs, keep .venv and runs
 	rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
