@@ -4,7 +4,6 @@ FlexMARLError
   ConfigError      bad input of the user: configuration, data row, reward, workflow (also a ValueError)
   CapacityError    not now; the same call may succeed later
   BackendError     an engine, process or file failed; the cause is kept
-    WorkerDied     a worker process ended, or stopped answering
     StoreError     the experience store or the object plane cannot be read or written
   WorkflowError    the user's workflow, tool or reward raised, or broke a rule of the workflow API
   FencedError      the caller's lease or incarnation is over; it must not act any more
@@ -26,10 +25,6 @@ class CapacityError(FlexMARLError):
 
 class BackendError(FlexMARLError):
     """An engine, a process or a file failed."""
-
-
-class WorkerDied(BackendError):
-    """A worker process ended or stopped answering."""
 
 
 class StoreError(BackendError):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from flexmarl.core.codec import tagged
-from flexmarl.core.ids import ObjectKey, PolicyName, Purpose, RequestId, SampleKey, TrajectoryKey, WorkerId
+from flexmarl.core.ids import ObjectKey, PolicyName, Purpose, RequestId, SampleKey, TrajectoryKey
 from flexmarl.core.records import (
     BULK,
     Completion,
@@ -332,12 +332,3 @@ class SignalReceived:
     """The user, or the system, asks the run to stop."""
 
     signal: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
-    """A fact with where it comes from."""
-
-    source: WorkerId
-    """The worker, or `orchestrator` for its own timers, signals and work."""
-    fact: object

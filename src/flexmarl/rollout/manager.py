@@ -16,7 +16,7 @@ from enum import Enum
 from functools import partial
 
 from flexmarl.config import RolloutConfig
-from flexmarl.core.errors import BackendError, InvariantError
+from flexmarl.core.errors import BackendError, CapacityError, InvariantError
 from flexmarl.core.events import RequestDispatched, WorkerRestarted
 from flexmarl.core.ids import InstanceId, ObjectKey, PolicyName, RequestId, WorkerId
 from flexmarl.core.messages import (
@@ -378,11 +378,11 @@ class RolloutManager:
             if instance.policy == request.policy
             and instance.state is InstanceState.SERVING
             and instance.policy_version is not None
-            and request.min_version <= instance.policy_version <= request.max_version
         ]
-        if not loads:
+        try:
+            chosen = dispatch_least_loaded(loads, min_version=request.min_version, max_version=request.max_version)
+        except CapacityError:  # the next publication or restart looks again
             return None
-        chosen = dispatch_least_loaded(loads, min_version=request.min_version, max_version=request.max_version)
         return self._instances[chosen]
 
     def _kill(self, instance: _Instance) -> None:

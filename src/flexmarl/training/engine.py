@@ -81,11 +81,6 @@ class TrainingEngine:
         """Return the newest state of each policy; complete when `open` or `update` has called back."""
         return {policy: trainer.result() for policy, trainer in self._trainers.items()}
 
-    @property
-    def num_waiting_samples(self) -> int:
-        """Ready samples that no process group works on."""
-        return sum(trainer.num_ready for trainer in self._trainers.values())
-
     def _changed(self) -> None:
         """A trainer took a turn: look at the slots and at the waiting caller."""
         self._allocate()

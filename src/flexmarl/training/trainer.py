@@ -130,11 +130,6 @@ class Trainer:
     # --- views --------------------------------------------------------------------------------------------------------
 
     @property
-    def num_ready(self) -> int:
-        """Ready samples that wait."""
-        return len(self._gradient.ready)
-
-    @property
     def is_step_done(self) -> bool:
         """The commit in progress has nothing more to do for this policy."""
         if self._update is not None:

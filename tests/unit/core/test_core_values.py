@@ -2,7 +2,7 @@
 
 import pytest
 
-from flexmarl.core.errors import BackendError, ConfigError, FlexMARLError, StoreError, WorkerDied
+from flexmarl.core.errors import BackendError, ConfigError, FlexMARLError, StoreError
 from flexmarl.core.ids import AgentName, ObjectKey, SampleKey, TrajectoryKey
 from flexmarl.core.layout import PackedObject, packed_digest, plan_layout
 from flexmarl.core.records import Denominators, DispatchRecord
@@ -89,6 +89,5 @@ def rng_value(seed: int, skip: int) -> int:
 
 def test_error_tree() -> None:
     assert issubclass(ConfigError, ValueError)
-    assert issubclass(WorkerDied, BackendError)
     assert issubclass(StoreError, BackendError)
     assert issubclass(BackendError, FlexMARLError)
