@@ -1,8 +1,8 @@
 """How it is trained: rollout, training, store, checkpoint, runtime, evaluation, telemetry."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from flexmarl.config.base import FrozenConfig, kind_when_missing
 
@@ -30,6 +30,16 @@ class ScriptedRolloutConfig(FrozenConfig):
     """Mean of the geometric number of new tokens; null draws up to the limit uniformly."""
     vocabulary: str = "0123456789+-="
     """Characters drawn from."""
+    trace: str | None = None
+    """File of recorded completions to answer from, in real time, instead of drawing (`benchmarks/overlap.py`)."""
+
+    @model_validator(mode="after")
+    def _check_trace(self) -> Self:
+        if self.trace is not None:
+            for name in ("token_s", "prefill_token_s", "mean_tokens", "vocabulary"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name}={value} has no effect with trace={self.trace}: remove one of the two")
+        return self
 
 
 class RolloutConfig(FrozenConfig):
@@ -47,6 +57,9 @@ class RolloutConfig(FrozenConfig):
     """Per turn."""
     ignore_stop: bool = False
     """Generate exactly `max_new_tokens` per turn (benchmarks)."""
+    on_publish: Literal["drain", "continue"] = "drain"
+    """Mode bounded_async, when new weights are published: `drain` lets an instance finish its requests before it loads
+    them; `continue` loads at once, and unfinished requests go on with the new weights (version spans per token)."""
     deterministic: bool = False
     """Let the tokens and log-probs of a turn depend on its request and the weights alone, bit for bit, so that a
     resumed run repeats them: every decode step computes all slots over the whole context, and prompts are read alone.
@@ -109,8 +122,16 @@ class TrainingConfig(FrozenConfig):
 class StoreConfig(FrozenConfig):
     """The experience store."""
 
-    kind: Literal["sqlite", "memory"] = "sqlite"
-    """`memory` keeps nothing across a crash: for simulated runs."""
+    kind: Literal["sqlite", "memory", "plugin"] = "sqlite"
+    """`memory` keeps nothing across a crash: for simulated runs. `plugin` takes what `factory` makes."""
+    factory: str | None = None
+    """Of kind plugin: `module:function`, an async function called as `function(folder, call, columns)` that returns an
+    ExperienceStore."""
+    columns: dict[str, Literal["int", "float", "bool", "str"]] = Field(default_factory=dict)
+    """Further columns of every turn, which workflows fill through `turn.columns`."""
+    retention: Literal["covered", "all"] = "covered"
+    """Keep the tokens of trained turns until the oldest kept checkpoint covers their step, or for good, so that
+    `flexmarl replay` can start at the first step. Keys, rewards and states always stay."""
 
 
 class CheckpointConfig(FrozenConfig):
@@ -119,8 +140,9 @@ class CheckpointConfig(FrozenConfig):
     every: int = Field(default=10, ge=1)
     """Steps between checkpoints; the last step and Ctrl-C write one too."""
     keep_last: int = Field(default=2, ge=1)
-    replay: Literal[False] = False
-    """False: resume goes back to the newest checkpoint; steps after it run again."""
+    replay: bool = True
+    """true: resume trains the steps after the newest checkpoint again from stored rows, without generation, and goes on
+    with the step in flight. false: resume goes back to the newest checkpoint; steps after it run again."""
 
 
 class RuntimeConfig(FrozenConfig):

@@ -31,13 +31,19 @@ class RunConfig(FrozenConfig):
 class PipelineConfig(FrozenConfig):
     """The step."""
 
-    mode: Literal["serial", "strict"] = "strict"
+    mode: Literal["serial", "strict", "one_step_off", "bounded_async"] = "strict"
     """`strict`: backward starts when a group closes, the update waits for the whole step. `serial`: backward starts
-    when the whole step has been generated; the reference."""
+    when the whole step has been generated; the reference. `one_step_off`: a step is generated while the one before it
+    trains, by weights that are one version old. `bounded_async`: rollouts run up to `max_staleness` versions ahead."""
+    max_staleness: int | None = Field(default=None, ge=1)
+    """Mode bounded_async, and needed by it: no trained token is older than so many versions."""
     num_steps: int = Field(ge=1)
     queries_per_step: int = Field(default=8, ge=1)
     trajectories_per_query: int = Field(default=16, ge=1)
     """Size of a query's group."""
+    max_extensions: int = Field(default=0, ge=0)
+    """When all rewards in each group of a query are equal, so that nothing can be learned from it, run as many further
+    trajectories of the query, at most so often (dynamic sampling)."""
 
 
 class RootConfig(FrozenConfig):
@@ -127,6 +133,90 @@ class RootConfig(FrozenConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_updates(self) -> Self:
+        mode = self.pipeline.mode
+        for name in self.policies:
+            algorithm = self.algorithm_of(name)
+            num_updates = algorithm.num_epochs * algorithm.num_minibatches
+            updates = f"algorithm.num_epochs={algorithm.num_epochs}, num_minibatches={algorithm.num_minibatches}"
+            if mode == "strict" and num_updates > 1:
+                raise ValueError(
+                    f"policy {name}: {updates} with pipeline.mode=strict, which makes one update per step and trains "
+                    "while rollouts still run: set both to 1, or pipeline.mode to serial, one_step_off or bounded_async"
+                )
+            if algorithm.correction == "decoupled_ppo" and num_updates == 1:
+                raise ValueError(
+                    f"policy {name}: algorithm.correction=decoupled_ppo has no effect with {updates}: one update per "
+                    "version has no other policy to be clipped against; use truncated_is, or raise one of them"
+                )
+            if algorithm.kl_coef == 0 and algorithm.reference_model is not None:
+                raise ValueError(
+                    f"policy {name}: algorithm.reference_model={algorithm.reference_model} has no effect with "
+                    "algorithm.kl_coef=0: set kl_coef, or remove reference_model"
+                )
+            column = algorithm.weight_column
+            if column is not None and self.store.columns.get(column) not in ("int", "float"):
+                raise ValueError(
+                    f"policy {name}: algorithm.weight_column={column}, but store.columns has "
+                    f"{column}: {self.store.columns.get(column, 'nothing')}; declare it there as float"
+                )
+            optimizer = self.optimizer_of(name)
+            if (optimizer.schedule == "constant") != (optimizer.decay_steps is None):
+                raise ValueError(
+                    f"policy {name}: optimizer.schedule={optimizer.schedule} with "
+                    f"optimizer.decay_steps={optimizer.decay_steps}: the second is needed by, and only by, linear and "
+                    "cosine"
+                )
+            if optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
+                raise ValueError(
+                    f"policy {name}: optimizer.decay_steps={optimizer.decay_steps} with optimizer.warmup_steps="
+                    f"{optimizer.warmup_steps}: the first counts the updates of the warm-up too: raise it"
+                )
+            if optimizer.schedule == "constant" and optimizer.min_lr_frac > 0:
+                raise ValueError(
+                    f"policy {name}: optimizer.min_lr_frac={optimizer.min_lr_frac} has no effect with "
+                    "optimizer.schedule=constant: set schedule and decay_steps, or remove it"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_workers(self) -> Self:
+        if self.workflow.num_workers > 0 and self.workflow.path.startswith("__main__:"):
+            raise ValueError(
+                f"workflow.path={self.workflow.path} with workflow.num_workers={self.workflow.num_workers}: other "
+                "processes cannot import __main__; give file.py:function, or num_workers=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_pipeline(self) -> Self:
+        pipeline = self.pipeline
+        if (pipeline.mode == "bounded_async") != (pipeline.max_staleness is not None):
+            raise ValueError(
+                f"pipeline.mode={pipeline.mode} with pipeline.max_staleness={pipeline.max_staleness}: the second is "
+                "needed by, and only by, mode bounded_async"
+            )
+        if self.rollout.on_publish == "continue" and pipeline.mode != "bounded_async":
+            raise ValueError(
+                f"rollout.on_publish=continue has no effect with pipeline.mode={pipeline.mode}, which publishes only "
+                "when no request is in flight: remove it, or set pipeline.mode=bounded_async"
+            )
+        if self.rollout.deterministic and pipeline.mode == "bounded_async":
+            raise ValueError(
+                "rollout.deterministic=true with pipeline.mode=bounded_async: tokens then depend on when weights are "
+                "published: remove rollout.deterministic, or use another mode"
+            )
+        if (self.store.kind == "plugin") != (self.store.factory is not None):
+            raise ValueError(
+                f"store.kind={self.store.kind} with store.factory={self.store.factory}: the second is needed by, and "
+                "only by, kind plugin"
+            )
+        for column in self.store.columns:
+            if not column.isidentifier():
+                raise ValueError(f"store.columns.{column}: a name is an identifier: letters, digits and _")
+        return self
+
+    @model_validator(mode="after")
     def _check_data(self) -> Self:
         if (self.data.source is None) == (self.data.train_file is None):
             raise ValueError("set exactly one of data.source and data.train_file")
@@ -144,6 +234,11 @@ class RootConfig(FrozenConfig):
                 raise ValueError(
                     f"runtime.kind=simulated needs rollout.backend.kind=scripted (is {self.rollout.backend.kind}) and "
                     f"training.backend.kind=scripted (is {self.training.backend.kind})"
+                )
+            if self.rollout.backend.trace is not None:
+                raise ValueError(
+                    f"rollout.backend.trace={self.rollout.backend.trace} answers in real time, which "
+                    "runtime.kind=simulated has not: set runtime.kind=local"
                 )
             if self.runtime.inline:
                 raise ValueError("runtime.inline=true has no effect with runtime.kind=simulated")

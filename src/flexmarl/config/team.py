@@ -30,12 +30,14 @@ class WorkflowConfig(FrozenConfig):
 
     path: str
     """`module:function` or `file.py:function` of an async function of an Episode."""
-    num_workers: int = Field(default=0, ge=0, le=0)
-    """Processes that run workflows; 0 is one thread of the orchestrator's process, the only choice so far."""
+    num_workers: int = Field(default=0, ge=0)
+    """Processes that run workflows; 0 is one thread of the orchestrator's process."""
     timeout_s: float = Field(default=600.0, gt=0)
     """A trajectory that takes longer fails with reason `timeout`."""
     max_attempts: int = Field(default=3, ge=1)
     """A trajectory whose generation failed or whose worker died is started again so often."""
+    max_restarts: int = Field(default=5, ge=0)
+    """Restarts of one episode worker; the run ends when it dies once more."""
     blocked_loop_s: float = Field(default=1.0, gt=0)
     """Report user code that holds the event loop for longer."""
     dry_run: bool = True
@@ -50,8 +52,9 @@ class AlgorithmConfig(FrozenConfig):
     group_key: Literal["agent", "query", "agent_turn"] = "agent"
     """Which rewards are compared: `agent` = one reward per (query, agent) and trajectory; `query` = one per query and
     policy, the mean over its acting agents; `agent_turn` = turns at the same (agent, branch, turn) of a query."""
-    advantage_scale: Literal["std", "none"] = "std"
-    """Divide by the group's standard deviation, or only subtract the mean."""
+    advantage_scale: Literal["std", "none", "batch_std"] = "std"
+    """Divide by the group's standard deviation; or only subtract the mean; or divide by the standard deviation over all
+    trained samples of the policy's step, which can be known only when the step has been generated."""
     normaliser: Literal["token_mean", "sample_mean", "constant"] = "token_mean"
     """What the policy's gradient sum is divided by, once per step: its trained tokens, its trained samples (each sample
     then counts by the mean over its tokens), or `constant_tokens` for each sample."""
@@ -59,6 +62,29 @@ class AlgorithmConfig(FrozenConfig):
     """Divisor per sample of normaliser `constant`."""
     truncated: Literal["train", "mask"] = "mask"
     """What to do with turns that ran into their token limit."""
+    num_epochs: int = Field(default=1, ge=1)
+    """How often each sample of a step is used. More than 1 trains after the step's rollouts, within its commit."""
+    num_minibatches: int = Field(default=1, ge=1)
+    """Optimizer updates per epoch, over parts of the step's samples in seeded order; the version changes once."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """PPO: a ratio below 1 - clip_low gets no gradient from a negative advantage. No effect with one update."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """PPO: a ratio above 1 + clip_high gets no gradient from a positive advantage. No effect with one update."""
+    correction: Literal["none", "truncated_is", "decoupled_ppo"] | None = None
+    """How tokens that other weights generated are weighed. `truncated_is`: by pi/mu of the trained and the generating
+    policy, at most `correction_cap`. `decoupled_ppo`: the same weight for the policy before the first of several
+    updates, and PPO's clipped ratio against that. null: `none` in serial and strict mode, `truncated_is` in others."""
+    correction_cap: float = Field(default=2.0, ge=1)
+    """Largest importance weight of a token."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from the reference model."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """`loss`: each token's loss gets the k3 estimate, ref/pi - log(ref/pi) - 1. `reward`: a turn's reward is lowered by
+    the sum of log(mu/ref) over its tokens before rewards are compared."""
+    reference_model: str | None = None
+    """Model folder, or `shipped:NAME`, of the frozen reference; null takes the policy's own `model`."""
+    weight_column: str | None = None
+    """A number column of `store.columns` that multiplies the advantage of each turn."""
 
 
 class OptimizerConfig(FrozenConfig):
@@ -74,6 +100,12 @@ class OptimizerConfig(FrozenConfig):
     """Clip the global gradient norm of a policy after normalisation; null does not clip."""
     warmup_steps: int = Field(default=0, ge=0)
     """Linear warm-up of the learning rate over so many updates."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: constant, or falling to `min_lr_frac` of the rate over `decay_steps`."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """Updates, those of the warm-up included, until the lowest rate is reached; needed by linear and cosine."""
+    min_lr_frac: float = Field(default=0.0, ge=0, le=1)
+    """Lowest rate, as a share of `learning_rate`."""
 
 
 class PolicyConfig(FrozenConfig):

@@ -47,22 +47,35 @@ def to_plain(value: Any, *, bulk: bool = True) -> Any:
 
 def _encode(value: Any, bulk: bool) -> Any:
     kind = type(value)
-    if kind in _PLAIN_TYPES:
-        return value
-    if isinstance(value, Enum):
-        return value.value
+    return value if kind in _PLAIN_TYPES else _encoder_of(typing.cast(Any, kind), bulk)(value)
+
+
+@cache
+def _encoder_of(kind: Any, bulk: bool) -> Callable[[Any], Any]:
+    """What to do depends on the type alone, and to find it out takes longer than to do it."""
+    if issubclass(kind, Enum):
+        return lambda value: value.value
     if dataclasses.is_dataclass(kind):
-        return _record_encoder(kind, bulk)(value)
-    if isinstance(value, Mapping):
-        return {str(key): _encode(item, bulk) for key, item in value.items()}
-    if isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, memoryview):
-        items = sorted(value) if isinstance(value, (set, frozenset)) else value
-        if items and type(items[0]) in _PLAIN_TYPES:
-            return list(items)
-        return [_encode(item, bulk) for item in items]
-    if isinstance(value, (bool, int, float, str, bytes)):
-        return value
-    raise InvariantError(f"cannot encode a {kind.__name__}: {value!r:.80}")
+        return _record_encoder(typing.cast(Any, kind), bulk)
+    if issubclass(kind, Mapping):
+        return lambda value: {str(key): _encode(item, bulk) for key, item in value.items()}
+    if issubclass(kind, (set, frozenset)):
+        return lambda value: _encode_items(sorted(value), bulk)
+    if issubclass(kind, (bool, int, float, str, bytes)):
+        return lambda value: value
+    if issubclass(kind, Sequence) and not issubclass(kind, memoryview):
+        return lambda value: _encode_items(value, bulk)
+    return _refuse
+
+
+def _encode_items(items: Sequence[Any], bulk: bool) -> list[Any]:
+    if items and type(items[0]) in _PLAIN_TYPES:
+        return list(items)
+    return [_encode(item, bulk) for item in items]
+
+
+def _refuse(value: Any) -> Any:
+    raise InvariantError(f"cannot encode a {type(value).__name__}: {value!r:.80}")
 
 
 @cache
@@ -122,6 +135,9 @@ def _decoder(hint: Any) -> Callable[[Any], Any]:
     if origin in (list, Sequence):
         item = _decoder(get_args(hint)[0])
         return lambda plain: [item(each) for each in plain]
+    if origin is frozenset:
+        item = _decoder(get_args(hint)[0])
+        return lambda plain: frozenset(item(each) for each in plain)
     if origin in (dict, Mapping):
         key, item = (_decoder(arg) for arg in get_args(hint))
         return lambda plain: {key(k): item(v) for k, v in plain.items()}

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flexmarl.core.codec import tagged
-from flexmarl.core.ids import AgentName, InstanceId, PolicyName, RequestId, SampleKey
-from flexmarl.core.records import CommitRecord, DispatchRecord
+from flexmarl.core.ids import AgentName, InstanceId, PolicyName, RequestId, SampleKey, TrajectoryKey
+from flexmarl.core.records import CommitRecord, DispatchRecord, StepExtension
 
 
 @tagged("run_started")
@@ -30,6 +30,48 @@ class StepDispatched:
     """The step's content is durable; its trajectories may start."""
 
     dispatch: DispatchRecord
+
+
+@tagged("step_extended")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepExtended:
+    """More trajectories of a query are durable and may start."""
+
+    extension: StepExtension
+    reason: str
+
+
+@tagged("step_restored")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRestored:
+    """A resumed run goes on with a step that was in flight."""
+
+    dispatch: DispatchRecord
+    num_ended: int
+    """Trajectories that had ended."""
+    num_open: int
+    """Trajectories that run again, on their recorded turns as far as those go."""
+    num_recorded_turns: int
+    """Turns of open trajectories that need not be generated again."""
+
+
+@tagged("step_replayed")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReplayed:
+    """The training side of a committed step was run again from stored rows, with the same digests."""
+
+    step: int
+    policy_version: int
+
+
+@tagged("attempt_diverged")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptDiverged:
+    """A replayed trajectory asked for a turn with another prompt than the recorded one: a new attempt starts."""
+
+    trajectory: TrajectoryKey
+    attempt: int
+    key: SampleKey
 
 
 @tagged("request_dispatched")

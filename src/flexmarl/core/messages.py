@@ -19,7 +19,10 @@ from flexmarl.core.records import (
     OutcomeRecord,
     Sample,
     SamplingParams,
+    TokenColumn,
+    TokenValues,
     TrajectoryFailure,
+    TurnRow,
 )
 
 # --- every worker -----------------------------------------------------------------------------------------------------
@@ -166,6 +169,8 @@ class AccumulateGradient:
     """Forward and backward of one micro-batch; add to the gradient cache, unnormalised."""
 
     micro_batch_id: str
+    policy_version: int
+    """The version being trained: the step's number. Its distance to a sample's oldest token is the staleness."""
     samples: tuple[Sample, ...] = field(metadata=BULK)
 
 
@@ -179,6 +184,29 @@ class GradientAccumulated:
     denominators: Denominators
     metrics: Mapping[str, float]
     """Sums over samples or tokens; `training/metrics.py` says which."""
+    duration_s: float
+
+
+@tagged("score")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Compute a token column of turns, forward only. Changes nothing that the process group holds."""
+
+    score_id: str
+    """Unique within the incarnation's life."""
+    column: TokenColumn
+    turns: tuple[TurnRow, ...] = field(metadata=BULK)
+
+
+@tagged("scored")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The column of every turn of a Score, in its order."""
+
+    policy: PolicyName
+    score_id: str
+    column: TokenColumn
+    values: tuple[TokenValues, ...] = field(metadata=BULK)
     duration_s: float
 
 
@@ -203,24 +231,27 @@ class CacheSealed:
 @tagged("apply_update")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyUpdate:
-    """Divide the cache once by the denominators, clip, update, publish the result, empty the cache."""
+    """Divide the cache once by the denominators, clip, update, empty the cache; publish when it is the step's last."""
 
     policy_version: int
-    """The version that the update makes."""
+    """The version that the step makes."""
     denominators: Denominators
     """What the orchestrator counted; a process group whose own count differs refuses."""
-    state_key: ObjectKey
-    weights_key: ObjectKey
+    state_key: ObjectKey | None
+    """Where the new state goes; None for an update that others of the same step follow: it is not published."""
+    weights_key: ObjectKey | None
+    """None together with `state_key`."""
 
 
 @tagged("update_applied")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateApplied:
-    """New weights and state are readable under the keys of the command."""
+    """New weights and state are readable under the keys of the command, if it had any."""
 
     policy: PolicyName
     policy_version: int
     weights_digest: str
+    """Empty when nothing was published."""
     metrics: Mapping[str, float]
     """`grad_norm`, `learning_rate`, ..."""
     duration_s: float

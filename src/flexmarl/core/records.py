@@ -75,8 +75,9 @@ class Completion:
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
     weights_version: int
-    """The last policy_version at which the weights that generated it changed."""
+    """The last policy_version at which the weights of its oldest span changed."""
     instance_id: InstanceId
+    """With the number of the incarnation: `instance-<policy>-<n>.<incarnation>`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +106,18 @@ class TurnReward:
     reward: float
 
 
+ColumnScalar = int | float | bool | str
+"""A value of a column that the user declares in `store.columns`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnColumns:
+    """Values that a workflow gave to user columns of one turn."""
+
+    key: SampleKey
+    values: Mapping[str, ColumnScalar]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeRecord:
     """How one attempt of a trajectory ended, for all its agents at once."""
@@ -118,6 +131,8 @@ class OutcomeRecord:
     """Every turn of the attempt, in key order: what the store must hold before the outcome may be recorded."""
     success: bool | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_columns: tuple[TurnColumns, ...] = ()
+    """Of turns in `turns`; a turn without user columns is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +142,26 @@ class TrajectoryFailure:
     trajectory: TrajectoryKey
     attempt: int
     kind: str
-    """Short and countable: `workflow_error`, `timeout`, `generation_failed`, `bad_reward`, `worker_died`."""
+    """Short and countable: `workflow_error`, `bad_reward`, `bad_column`, `timeout`, `generation_failed`,
+    `worker_died`."""
     message: str
+
+
+class TokenColumn(StrEnum):
+    """Columns with a number per response token that work of kind `score` fills (forward only)."""
+
+    OLD_LOGPROBS = "old_logprobs"
+    """Under the weights before the first of several updates of a step (the proximal policy of decoupled PPO)."""
+    REFERENCE_LOGPROBS = "reference_logprobs"
+    """Under the policy's frozen reference model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenValues:
+    """The value of a token column for one turn: a number per response token."""
+
+    key: SampleKey
+    values: tuple[float, ...] = field(metadata=BULK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,14 +172,29 @@ class Sample:
     advantage: float
     reward: float
     """The reward that was compared within the group."""
+    token_columns: Mapping[TokenColumn, tuple[float, ...]] = field(default_factory=dict, metadata=BULK)
+    """Every scored column of the turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedTrajectory:
+    """A trajectory that was generated elsewhere, whole: its first attempt with its turns, outcome and advantages."""
+
+    outcome: OutcomeRecord
+    turns: tuple[TurnRow, ...]
+    advantages: tuple[float, ...]
+    """Of each turn; its reward is its turn reward in the outcome, or else its agent's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchRecord:
-    """The fixed content of a step, durable before its first request."""
+    """The content of a step, durable before its first request; a StepExtension may add to it."""
 
     step: int
-    policy_version: int
+    min_version: int
+    """Lowest policy_version that may generate a token of the step."""
+    max_version: int
+    """Highest one: `step` itself, or less. Equal to `min_version` where a single version generates the step."""
     queries: tuple[int, ...]
     num_trajectories: int
     """Trajectories per query."""
@@ -154,6 +202,22 @@ class DispatchRecord:
     def trajectories(self) -> list[TrajectoryKey]:
         """Return every trajectory of the step in key order of (query place, trajectory)."""
         return [TrajectoryKey(self.step, query, n) for query in self.queries for n in range(self.num_trajectories)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepExtension:
+    """A further dispatch record: more trajectories of one query of an open step, durable before their first request."""
+
+    step: int
+    query: int
+    first_trajectory: int
+    """Their numbers go on where the query's trajectories so far end."""
+    num_trajectories: int
+
+    def trajectories(self) -> list[TrajectoryKey]:
+        """Return the added trajectories in key order."""
+        numbers = range(self.first_trajectory, self.first_trajectory + self.num_trajectories)
+        return [TrajectoryKey(self.step, self.query, number) for number in numbers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +257,13 @@ class PolicyCommit:
     """The new policy_version if its weights changed, else the old weights_version."""
     weights_digest: str
     denominators: Denominators
+    """Over the step's trained samples, each counted once, however often it was used."""
     micro_batches: tuple[str, ...]
+    """In the order in which their gradients were added: replaying them in this order gives the same bits."""
+    update_sizes: tuple[int, ...] = ()
+    """Number of micro-batches of each optimizer update, in order; empty when nothing was trained."""
+    num_passes: int = 1
+    """How often each trained sample was used (`algorithm.num_epochs`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,10 @@ class Rng(Protocol):
         """Return an int in [0, limit)."""
         ...
 
+    def shuffle(self, items: MutableSequence[Any]) -> None:
+        """Shuffle `items` in place."""
+        ...
+
 
 def derive_seed(*parts: int | str) -> int:
     """Return a seed in [0, 2**63) that depends on every part, its type and its place."""

@@ -5,6 +5,7 @@ from flexmarl.core.protocols.engines import (
     CompletionStamp,
     GradientResult,
     InferenceBackend,
+    ScoreResult,
     TrainingBackend,
     UpdateResult,
 )
@@ -23,7 +24,15 @@ from flexmarl.core.protocols.runtime import (
     WorkerHandle,
     WorkerSpec,
 )
-from flexmarl.core.protocols.store import AdvantageValue, ExperienceStore, Lease, PolicyProgress
+from flexmarl.core.protocols.store import (
+    AdvantageValue,
+    ExperienceStore,
+    Lease,
+    PolicyColumns,
+    PolicyProgress,
+    StoredStep,
+    StoredTrajectory,
+)
 from flexmarl.core.protocols.workflow import AgentClient, ChatMessage, Tokenizer
 
 __all__ = [
@@ -43,11 +52,15 @@ __all__ = [
     "ObjectInfo",
     "ObjectPlane",
     "PendingSet",
+    "PolicyColumns",
     "PolicyProgress",
     "Runtime",
+    "ScoreResult",
     "Service",
     "ServiceKind",
     "ServiceStep",
+    "StoredStep",
+    "StoredTrajectory",
     "Tier",
     "Timer",
     "Tokenizer",

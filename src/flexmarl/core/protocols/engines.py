@@ -6,7 +6,15 @@ from typing import Protocol
 
 from flexmarl.core.ids import ObjectKey, RequestId
 from flexmarl.core.messages import Generated, GenerationFailed
-from flexmarl.core.records import Completion, Denominators, GenerationRequest, Sample
+from flexmarl.core.records import (
+    Completion,
+    Denominators,
+    GenerationRequest,
+    Sample,
+    TokenColumn,
+    TokenValues,
+    TurnRow,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +31,13 @@ class InferenceBackend(Protocol):
     def load_weights(self, weights: ObjectKey) -> str:
         """Copy the weights from the object plane and return the digest of the parameters now held.
 
-        Not called while requests are unfinished. Raises BackendError when names or shapes do not fit.
+        Requests that are unfinished go on with the new weights from their next token on, with what they have generated
+        so far. Raises BackendError when names or shapes do not fit.
         """
+        ...
+
+    def num_generated(self) -> "Mapping[RequestId, int]":
+        """Return the number of tokens generated so far for every unfinished request."""
         ...
 
     def add(self, request: GenerationRequest) -> None:
@@ -65,6 +78,14 @@ class GradientResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreResult:
+    """A token column of some turns, in their order."""
+
+    values: tuple[TokenValues, ...]
+    cost_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
     """What an optimizer update did."""
 
@@ -89,6 +110,13 @@ class TrainingBackend(Protocol):
 
     def accumulate(self, samples: Sequence[Sample]) -> GradientResult:
         """Add the unnormalised gradient sums of `samples` to the cache; parameters do not change."""
+        ...
+
+    def score(self, column: TokenColumn, turns: Sequence[TurnRow]) -> ScoreResult:
+        """Compute a token column, forward only: under the current weights, or under the reference model.
+
+        Parameters, optimizer and gradient cache stay as they are.
+        """
         ...
 
     def seal(self, key: ObjectKey) -> Denominators:

@@ -99,6 +99,8 @@ class WorkerSpec:
     episode worker."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Plain data."""
+    is_process: bool = False
+    """Of an episode worker: a process of its own instead of a thread of the orchestrator's."""
 
 
 class WorkerHandle(Protocol):

@@ -1,11 +1,33 @@
 """The seam of the experience store."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from flexmarl.core.ids import HolderId, PolicyName, SampleKey, TrajectoryKey
-from flexmarl.core.records import CommitRecord, DispatchRecord, OutcomeRecord, Sample, Seal, TrajectoryFailure, TurnRow
+from flexmarl.core.records import (
+    CommitRecord,
+    DispatchRecord,
+    FinishedTrajectory,
+    OutcomeRecord,
+    Sample,
+    Seal,
+    StepExtension,
+    TokenColumn,
+    TokenValues,
+    TrajectoryFailure,
+    TurnRow,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyColumns:
+    """The data columns of one policy's table beside turn, reward and advantage, and which of them training needs."""
+
+    scalars: Mapping[str, str] = field(default_factory=dict)
+    """User columns: name to `int`, `float`, `bool` or `str`."""
+    required: frozenset[str] = frozenset()
+    """Names of scalar and token columns without which a row is not ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +49,33 @@ class Lease:
     holder: HolderId
     micro_batch_id: str
     keys: tuple[SampleKey, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTrajectory:
+    """A trajectory of an open step as a resumed run finds it."""
+
+    key: TrajectoryKey
+    attempt: int
+    """The newest one."""
+    turns: tuple[TurnRow, ...]
+    """Of that attempt, in key order."""
+    outcome: OutcomeRecord | None
+    failure: TrajectoryFailure | None
+    """At most one of the two is set; neither when the attempt had not ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredStep:
+    """A step without a commit as a resumed run finds it."""
+
+    dispatch: DispatchRecord
+    extensions: tuple[StepExtension, ...]
+    """In the order in which they were recorded."""
+    trajectories: tuple[StoredTrajectory, ...]
+    """Those that had begun, in key order."""
+    scored: Mapping[PolicyName, Mapping[TokenColumn, tuple[TokenValues, ...]]]
+    """Token columns of live rows that are filled already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +104,18 @@ class ExperienceStore(Protocol):
         """Record the content of a step before its first request."""
         ...
 
+    async def extend_step(self, extension: StepExtension) -> None:
+        """Add trajectories to an open step before their first request.
+
+        Raises InvariantError when the step is not open, the query is not in it, or the numbers do not go on where its
+        trajectories so far end.
+        """
+        ...
+
+    async def put_finished(self, trajectories: Sequence[FinishedTrajectory]) -> None:
+        """Add whole trajectories of an open step in one transaction; their rows are ready. The fast way in."""
+        ...
+
     async def begin_attempt(self, trajectory: TrajectoryKey) -> int:
         """Return the number of a new attempt (0 is the first); rows of older attempts become superseded with it."""
         ...
@@ -78,6 +139,13 @@ class ExperienceStore(Protocol):
         """Fill the advantage columns; rows whose attempt has an outcome become ready."""
         ...
 
+    async def fill_tokens(self, policy: PolicyName, column: TokenColumn, values: Sequence[TokenValues]) -> None:
+        """Fill a token column of live rows; rows that now have their outcome and all required columns become ready.
+
+        Raises InvariantError when a row has other values there, or their number is not that of its response tokens.
+        """
+        ...
+
     async def mask(self, policy: PolicyName, keys: Sequence[SampleKey], reason: str) -> None:
         """Take rows out of training, with a reason."""
         ...
@@ -87,9 +155,32 @@ class ExperienceStore(Protocol):
         ...
 
     async def lease(
-        self, policy: PolicyName, holder: HolderId, micro_batch_id: str, keys: Sequence[SampleKey]
+        self,
+        policy: PolicyName,
+        holder: HolderId,
+        micro_batch_id: str,
+        keys: Sequence[SampleKey],
+        *,
+        num_passes_done: int = 0,
     ) -> tuple[Lease, list[Sample]]:
-        """Lease ready rows to a holder, all or none, and read them. Raises CapacityError when one is not ready."""
+        """Lease rows to a holder, all or none, and read them in the order of `keys`.
+
+        With `num_passes_done=0` they must be ready; with p > 0 they must be acknowledged by the same holder for exactly
+        p passes: a further use of the same samples within one step. Raises CapacityError when one is not.
+        """
+        ...
+
+    async def claim(
+        self, policy: PolicyName, step: int, holder: HolderId, micro_batch_id: str, *, max_rows: int, timeout_s: float
+    ) -> tuple[Lease, list[Sample]] | None:
+        """Lease up to `max_rows` ready rows in key order; wait for one until the deadline, else return None.
+
+        Wakes when rows become ready, without polling. Raises FencedError when the holder was fenced.
+        """
+        ...
+
+    async def fence(self, holder: HolderId) -> list[SampleKey]:
+        """Release a holder's rows and refuse everything it does from now on: it is dead, or taken for dead."""
         ...
 
     async def acknowledge(self, lease: Lease) -> None:
@@ -125,6 +216,32 @@ class ExperienceStore(Protocol):
 
     async def trained_ids(self, step: int) -> dict[PolicyName, list[SampleKey]]:
         """Return the committed rows of a step in key order."""
+        ...
+
+    async def commits_after(self, policy_version: int) -> list[CommitRecord]:
+        """Return the commit records of later versions, in order."""
+        ...
+
+    async def micro_batch(self, policy: PolicyName, step: int, micro_batch_id: str) -> list[Sample]:
+        """Return the samples of a committed micro-batch in the order in which they were trained.
+
+        Raises StoreError when their payload has been pruned, or is damaged.
+        """
+        ...
+
+    async def open_steps(self) -> list[StoredStep]:
+        """Return every step that was dispatched and not committed, in order."""
+        ...
+
+    async def prune(self, policy_version: int) -> None:
+        """Free the payloads of committed steps below `policy_version`: a complete checkpoint covers them.
+
+        Their keys, rewards, advantages and states stay.
+        """
+        ...
+
+    async def pruned_version(self) -> int:
+        """Return the lowest version from which every later committed step can be read again."""
         ...
 
     async def rewind(self, policy_version: int) -> None:
