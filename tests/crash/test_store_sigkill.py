@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,20 +20,28 @@ import pytest
 
 from flexmarl.core.errors import InvariantError
 from flexmarl.core.ids import AgentName, HolderId, ObjectKey, PolicyName, SampleKey, TrajectoryKey
-from flexmarl.core.protocols import AdvantageValue
+from flexmarl.core.protocols import AdvantageValue, PolicyColumns
 from flexmarl.core.records import (
     CommitRecord,
     Denominators,
     DispatchRecord,
+    FinishedTrajectory,
     FinishReason,
     OutcomeRecord,
     PolicyCommit,
     Seal,
+    StepExtension,
+    TokenColumn,
+    TokenValues,
     TrajectoryFailure,
+    TurnColumns,
     TurnRow,
     VersionSpan,
 )
-from flexmarl.store import SqliteStore
+from flexmarl.store import SqliteStore, unpack_turn
+from flexmarl.store.bytes_file import DiskSegments
+from flexmarl.store.packing import unpack_values
+from flexmarl.store.payload import PayloadEnd
 
 pytestmark = pytest.mark.crash
 
@@ -42,7 +51,15 @@ NUM_KILLS = 12
 FOREVER = 10**6
 TURNS = [("solver", 0), ("checker", 0), ("solver", 1)]
 POLICY_OF = {"solver": PolicyName("red"), "checker": PolicyName("blue")}
-POLICIES = sorted(set(POLICY_OF.values()))
+RED, BLUE = POLICIES = (PolicyName("red"), PolicyName("blue"))
+COLUMNS = {
+    RED: PolicyColumns(scalars={"level": "int"}, required=frozenset({"level"})),
+    BLUE: PolicyColumns(required=frozenset({TokenColumn.OLD_LOGPROBS})),
+}
+NUM_PASSES = {RED: 2, BLUE: 1}
+"""Seals are for the policy that uses each sample once."""
+WHOLE = (1, 0)
+"""Query and trajectory that is put as a whole in every step."""
 FAILS = (1, 1)
 """Query and trajectory that fail in every step."""
 
@@ -52,7 +69,15 @@ async def inline_call(function: Callable[..., T], *args: object, cost_s: float =
 
 
 def dispatch(step: int) -> DispatchRecord:
-    return DispatchRecord(step=step, policy_version=step, queries=(0, 1), num_trajectories=2)
+    return DispatchRecord(step=step, min_version=step, max_version=step, queries=(0, 1), num_trajectories=2)
+
+
+def extension(step: int) -> StepExtension:
+    return StepExtension(step=step, query=0, first_trajectory=2, num_trajectories=1)
+
+
+def trajectories(step: int) -> list[TrajectoryKey]:
+    return [*dispatch(step).trajectories(), *extension(step).trajectories()]
 
 
 def keys_of(trajectory: TrajectoryKey) -> list[SampleKey]:
@@ -64,8 +89,8 @@ def keys_of(trajectory: TrajectoryKey) -> list[SampleKey]:
 
 def finished_keys(step: int, policy: PolicyName) -> list[SampleKey]:
     """Return what a step must train."""
-    trajectories = [key for key in dispatch(step).trajectories() if (key.query, key.trajectory) != FAILS]
-    return sorted(key for each in trajectories for key in keys_of(each) if POLICY_OF[key.agent] == policy)
+    finished = [key for key in trajectories(step) if (key.query, key.trajectory) != FAILS]
+    return sorted(key for each in finished for key in keys_of(each) if POLICY_OF[key.agent] == policy)
 
 
 def turn_row(key: SampleKey, attempt: int) -> TurnRow:
@@ -87,6 +112,10 @@ def turn_row(key: SampleKey, attempt: int) -> TurnRow:
     )
 
 
+def scores(key: SampleKey) -> tuple[float, ...]:
+    return tuple(-value / 64 for value in random.Random(f"score {key}").choices(range(1, 1000), k=200))
+
+
 # --- the process that is killed ---------------------------------------------------------------------------------------
 
 
@@ -106,13 +135,21 @@ class Writer:
         for step in range(last.policy_version if last else 0, until):
             await self.store.open_step(dispatch(step))
             done("dispatch", step)
-            for trajectory in dispatch(step).trajectories():
+            await self.store.extend_step(extension(step))
+            done("extension", step)
+            for trajectory in trajectories(step):
                 await self.play(trajectory)
             micro_batches = {policy: await self.train(policy, step) for policy in POLICIES}
             await self.store.commit(self.commit_record(step, micro_batches))
             done("commit", step)
+            if step % 2 == 1:
+                await self.store.prune(step)
+                done("prune", step)
 
     async def play(self, key: TrajectoryKey) -> None:
+        if (key.query, key.trajectory) == WHOLE:
+            await self.put_whole(key)
+            return
         try:
             attempt = await self.store.begin_attempt(key)
         except InvariantError:
@@ -126,31 +163,56 @@ class Writer:
                 TrajectoryFailure(trajectory=key, attempt=attempt, kind="timeout", message="")
             )
         else:
-            rewards = {AgentName(agent): 1.0 for agent in POLICY_OF}
-            turns = tuple(sorted(keys_of(key)))
-            await self.store.record_outcome(
-                OutcomeRecord(trajectory=key, attempt=attempt, rewards=rewards, turns=turns)
-            )
+            await self.store.record_outcome(self.outcome(key, attempt))
         done("end", key.step, key.query, key.trajectory, attempt)
+
+    async def put_whole(self, key: TrajectoryKey) -> None:
+        turns = tuple(turn_row(sample, 0) for sample in keys_of(key))
+        finished = FinishedTrajectory(outcome=self.outcome(key, 0), turns=turns, advantages=(0.5,) * len(turns))
+        await self.store.put_finished([finished])
+        for number in range(len(turns)):
+            done("turn", key.step, key.query, key.trajectory, number, 0)
+        done("end", key.step, key.query, key.trajectory, 0)
+
+    @staticmethod
+    def outcome(key: TrajectoryKey, attempt: int) -> OutcomeRecord:
+        turns = tuple(sorted(keys_of(key)))
+        return OutcomeRecord(
+            trajectory=key,
+            attempt=attempt,
+            rewards={AgentName(agent): 1.0 for agent in POLICY_OF},
+            turns=turns,
+            turn_columns=tuple(
+                TurnColumns(key=turn, values={"level": turn.turn}) for turn in turns if POLICY_OF[turn.agent] == RED
+            ),
+        )
 
     async def train(self, policy: PolicyName, step: int) -> list[str]:
         keys = finished_keys(step, policy)
         await self.store.fill(policy, [AdvantageValue(key=key, advantage=0.5, reward=1.0) for key in keys])
+        if policy == BLUE:
+            values = [TokenValues(key=key, values=scores(key)) for key in keys]
+            await self.store.fill_tokens(policy, TokenColumn.OLD_LOGPROBS, values)
+            done("scores", step)
         holder = HolderId(f"{policy}#{self.round}")
-        seal = await self.store.current_seal(policy, step)
-        micro_batches = list(seal.micro_batches) if seal else []
+        seal = None
+        micro_batches: list[str] = []
         ready = [key for key, _ in await self.store.ready(policy, step)]
-        for start in range(0, len(ready), 2):
-            micro_batch_id = f"{self.round}-{start}"
-            lease, _ = await self.store.lease(policy, holder, micro_batch_id, ready[start : start + 2])
-            done("lease", lease.lease_id)
-            await self.store.acknowledge(lease)
-            micro_batches.append(micro_batch_id)
-            done("acknowledge", lease.lease_id)
-            if start % 4 == 0:
-                seal = self.next_seal(policy, step, seal, micro_batches)
-                await self.store.seal(holder, seal)
-                done("seal", policy, step, micro_batches)
+        assert ready == keys
+        for num_passes in range(NUM_PASSES[policy]):
+            for start in range(0, len(ready), 2):
+                micro_batch_id = f"{self.round}-{num_passes}-{start}"
+                lease, _ = await self.store.lease(
+                    policy, holder, micro_batch_id, ready[start : start + 2], num_passes_done=num_passes
+                )
+                done("lease", lease.lease_id)
+                await self.store.acknowledge(lease)
+                micro_batches.append(micro_batch_id)
+                done("acknowledge", lease.lease_id)
+                if start % 4 == 0 and policy == BLUE:
+                    seal = self.next_seal(policy, step, seal, micro_batches)
+                    await self.store.seal(holder, seal)
+                    done("seal", policy, step, micro_batches)
         return micro_batches
 
     def next_seal(self, policy: PolicyName, step: int, current: Seal | None, micro_batches: list[str]) -> Seal:
@@ -171,6 +233,8 @@ class Writer:
                 weights_digest=f"{policy}-{step}",
                 denominators=Denominators(num_samples=len(ids)),
                 micro_batches=tuple(ids),
+                update_sizes=(len(ids) // NUM_PASSES[policy],) * NUM_PASSES[policy],
+                num_passes=NUM_PASSES[policy],
             )
             for policy, ids in micro_batches.items()
         }
@@ -178,7 +242,7 @@ class Writer:
 
 
 async def write(folder: Path, round_number: int, until: int) -> None:
-    store = await SqliteStore.open(folder, inline_call)
+    store = await SqliteStore.open(folder, inline_call, COLUMNS)
     await Writer(store, round_number).work(until)
     await store.close()
 
@@ -208,18 +272,26 @@ def check_facts(store: SqliteStore, facts: list[Any]) -> None:
     index = store._index
     assert index is not None
     query = "SELECT 1 FROM outcomes WHERE (step, query, trajectory, attempt) = (?,?,?,?)"
+    pruned_version = asyncio.run(store.pruned_version())
     for kind, *fact in facts:
         if kind == "turn":
             step, query_number, trajectory, number, attempt = fact
             key = keys_of(TrajectoryKey(step, query_number, trajectory))[number]
-            assert index.tables[POLICY_OF[key.agent]].find_turn(key, attempt) == turn_row(key, attempt)
+            if step >= pruned_version:
+                stored = index.tables[POLICY_OF[key.agent]].find_turn(key, attempt)
+                assert stored is not None
+                assert unpack_turn(stored) == turn_row(key, attempt)
         elif kind == "end":
             assert index.connection.execute(query, fact).fetchone() == (1,)
-        elif kind == "seal":
-            policy, step, micro_batches = fact
-            seal = asyncio.run(store.current_seal(policy, step))
-            assert seal is not None
-            assert set(micro_batches) <= set(seal.micro_batches)
+        elif kind == "extension":
+            plan = index.plan(fact[0])
+            assert plan is not None
+            assert plan.extensions == (extension(fact[0]),)
+        elif kind == "scores" and fact[0] >= pruned_version:
+            found = index.tables[BLUE].scored(fact[0], TokenColumn.OLD_LOGPROBS)
+            assert [(key, unpack_values(body)) for key, body in found] == [
+                (key, scores(key)) for key in finished_keys(fact[0], BLUE)
+            ]
         elif kind == "commit":
             last = asyncio.run(store.last_commit())
             assert last is not None
@@ -227,18 +299,33 @@ def check_facts(store: SqliteStore, facts: list[Any]) -> None:
 
 
 def check_whole(store: SqliteStore, last_step: int) -> None:
-    """Nothing is there by half: rows of outcomes, seals and commits are all in, or none of them is."""
+    """Nothing is there by half: rows of outcomes and commits are all in, or none of them is."""
     index = store._index
     assert index is not None
-    assert all(index.payload.is_intact(slot) for table in index.tables.values() for _, slot in table.slots_behind(0))
+    pruned = index.payload.pruned
+    slots = [slot for table in index.tables.values() for _, slot in table.slots_behind(PayloadEnd(0, 0))]
+    assert all(index.payload.is_intact(slot) for slot in slots if slot.segment not in pruned)
+    assert not pruned.keys() & set(DiskSegments(Path(index.database.name).parent).numbers())
     last = asyncio.run(store.last_commit())
     num_committed = last.policy_version if last else 0
     for step in range(num_committed):
         assert asyncio.run(store.trained_ids(step)) == {policy: finished_keys(step, policy) for policy in POLICIES}
     for step in range(num_committed, last_step + 2):
         assert asyncio.run(store.trained_ids(step)) == {}
+    check_replay(store, asyncio.run(store.pruned_version()))
     for table in index.tables.values():
-        check_open_rows(store, table.policy, table._table, num_committed)
+        check_open_rows(store, table.policy, table.name, num_committed)
+
+
+def check_replay(store: SqliteStore, version: int) -> None:
+    """Every committed step that no checkpoint covers can be trained again: each sample as often as before."""
+    for record in asyncio.run(store.commits_after(version)):
+        for policy, part in record.policies.items():
+            used: Counter[SampleKey] = Counter()
+            for micro_batch_id in part.micro_batches:
+                samples = asyncio.run(store.micro_batch(policy, record.step, micro_batch_id))
+                used.update(sample.turn.key for sample in samples)
+            assert used == dict.fromkeys(finished_keys(record.step, policy), part.num_passes)
 
 
 def check_open_rows(store: SqliteStore, policy: PolicyName, table: str, step: int) -> None:
@@ -248,25 +335,21 @@ def check_open_rows(store: SqliteStore, policy: PolicyName, table: str, step: in
     def count(condition: str) -> int:
         return int(connection.execute(f"SELECT count(*) FROM {table} AS row WHERE {condition}").fetchone()[0])
 
-    assert count("status IN ('leased', 'acknowledged')") == 0
-    assert count("status = 'ready' AND lease_id IS NOT NULL") == 0
+    assert count("status IN ('leased', 'acknowledged', 'sealed')") == 0
+    assert count("status = 'ready' AND (lease_id IS NOT NULL OR num_passes > 0)") == 0
     ended = (
         "EXISTS (SELECT 1 FROM outcomes o WHERE (o.step, o.query, o.trajectory, o.attempt) = "
         "(row.step, row.query, row.trajectory, row.attempt) AND o.kind = '{}')"
     )
     assert count(f"has_outcome <> {ended.format('outcome')}") == 0
-    assert count(f"status IN ('ready', 'sealed', 'committed') AND NOT {ended.format('outcome')}") == 0
+    assert count(f"status IN ('ready', 'committed') AND NOT {ended.format('outcome')}") == 0
     assert count(f"(status = 'failed') <> {ended.format('failure')}") == 0
     newest = (
         "(SELECT max(attempt) FROM attempts a WHERE (a.step, a.query, a.trajectory) = "
         "(row.step, row.query, row.trajectory))"
     )
     assert count(f"(status = 'superseded') <> (attempt < {newest})") == 0
-    seal = asyncio.run(store.current_seal(policy, step))
-    sealed = connection.execute(
-        f"SELECT DISTINCT micro_batch_id FROM {table} WHERE step=? AND status='sealed'", (step,)
-    ).fetchall()
-    assert {micro_batch_id for (micro_batch_id,) in sealed} == set(seal.micro_batches if seal else ())
+    assert asyncio.run(store.current_seal(policy, step)) is None
 
 
 def test_g2_g4_what_was_acknowledged_survives_sigkill_and_nothing_is_there_by_half(tmp_path: Path) -> None:
@@ -274,16 +357,17 @@ def test_g2_g4_what_was_acknowledged_survives_sigkill_and_nothing_is_there_by_ha
     rng = random.Random(20)
     facts: list[Any] = []
     for round_number in range(NUM_KILLS):
-        facts += run_writer(folder, round_number, FOREVER, rng.randrange(1, 70), rng.random() * 0.003)
-        store = asyncio.run(SqliteStore.open(folder, inline_call))
+        facts += run_writer(folder, round_number, FOREVER, rng.randrange(1, 140), rng.random() * 0.003)
+        store = asyncio.run(SqliteStore.open(folder, inline_call, COLUMNS))
         assert store.recovery.num_lost_rows == 0
         check_facts(store, facts)
         check_whole(store, last_step=max(fact[1] for fact in facts if fact[0] == "dispatch"))
         asyncio.run(store.close())
     num_steps = max(fact[1] for fact in facts if fact[0] == "dispatch") + 1
     facts += run_writer(folder, NUM_KILLS, num_steps, None, 0.0)
-    store = asyncio.run(SqliteStore.open(folder, inline_call))
+    store = asyncio.run(SqliteStore.open(folder, inline_call, COLUMNS))
     check_facts(store, facts)
+    assert asyncio.run(store.pruned_version()) == max(fact[1] for fact in facts if fact[0] == "prune") >= 3
     for step in range(num_steps):
         assert asyncio.run(store.trained_ids(step)) == {policy: finished_keys(step, policy) for policy in POLICIES}
     asyncio.run(store.close())

@@ -1,15 +1,16 @@
 """Trajectories in the store: attempts, their turns, and the one record with which each attempt ends."""
 
-import math
 import sqlite3
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexmarl.core.errors import ConfigError, FencedError, InvariantError
+from flexmarl.core.errors import FencedError, InvariantError
 from flexmarl.core.ids import PolicyName, SampleKey, TrajectoryKey
+from flexmarl.core.protocols import StoredTrajectory
 from flexmarl.core.records import OutcomeRecord, TrajectoryFailure, TurnRow
 from flexmarl.store.index import Index
-from flexmarl.store.payload import pack_turn
-from flexmarl.store.schema import encode_record
+from flexmarl.store.packing import PackedTurn, body_counts, check_rewards, pack_turn, unpack_turn
+from flexmarl.store.schema import decode_record, encode_record
 
 NOT_IN_OUTCOME = "not_in_outcome"
 """Why a row is masked whose turn finished, though its workflow had given up waiting for it."""
@@ -47,8 +48,7 @@ def _require_newest(connection: sqlite3.Connection, key: TrajectoryKey, attempt:
 def begin_attempt(index: Index, key: TrajectoryKey) -> int:
     """Number a new attempt and supersede the rows of older ones."""
     with index.transaction() as connection:
-        if connection.execute("SELECT 1 FROM dispatches WHERE step=?", (key.step,)).fetchone() is None:
-            raise InvariantError(f"{key}: step {key.step} has no dispatch record; open_step comes first")
+        index.plan_of(key)
         newest = _newest_attempt(connection, key)
         if newest is not None and newest.kind is not None:
             # Its rewards have counted in a group, and its rows may be in a gradient.
@@ -63,36 +63,37 @@ def begin_attempt(index: Index, key: TrajectoryKey) -> int:
 
 def put_turn(index: Index, row: TurnRow) -> None:
     """Add a partial row of the newest attempt."""
+    turn = pack_turn(row)
     table = index.table_for_rows(row.policy)
     with index.transaction() as connection:
         newest = _require_newest(connection, row.key.trajectory_key, row.attempt, row.key)
-        for policy, other in index.tables.items():
+        for other in index.tables.values():
             stored = other.find_turn(row.key, row.attempt)
             if stored is not None:
-                _require_same(stored, row, policy)
+                require_same_turn(stored, turn)
                 return
         if newest.kind is not None:
             raise FencedError(f"{row.key}: attempt {row.attempt} has already ended with an {newest.kind} record")
-        table.insert(row)
+        index.plan_of(row.key.trajectory_key).check_versions(turn)
+        table.insert(turn)
 
 
-def _require_same(stored: TurnRow, row: TurnRow, policy: PolicyName) -> None:
-    # Packed, so that a NaN equals itself.
-    if pack_turn(stored) == pack_turn(row) and _scalars(stored) == _scalars(row):
-        return
-    raise InvariantError(
-        f"{row.key} attempt {row.attempt} of policy {row.policy!r} was put before with other content "
-        f"(policy {policy!r}, {len(stored.response_tokens)} response tokens, now {len(row.response_tokens)})"
-    )
+def require_same_turn(stored: PackedTurn, turn: PackedTurn) -> None:
+    """Refuse a turn that is in the store already with other content; a NaN equals itself.
 
-
-def _scalars(row: TurnRow) -> tuple[object, ...]:
-    return (row.policy, row.policy_version, row.weights_version, row.temperature, row.finish_reason)
+    Raises:
+        InvariantError: it differs.
+    """
+    if stored != turn:
+        raise InvariantError(
+            f"{turn.key} attempt {turn.attempt} of policy {turn.policy!r} was put before with other content "
+            f"(policy {stored.policy!r}, {body_counts(stored)[1]} response tokens, now {body_counts(turn)[1]})"
+        )
 
 
 def record_outcome(index: Index, outcome: OutcomeRecord) -> None:
     """End an attempt for all its agents at once; rows that have their data become ready."""
-    _check_rewards(outcome)
+    check_rewards(outcome)
     key, attempt = outcome.trajectory, outcome.attempt
     with index.transaction() as connection:
         if not _end(connection, key, attempt, "outcome", outcome):
@@ -103,12 +104,21 @@ def record_outcome(index: Index, outcome: OutcomeRecord) -> None:
                 f"{key} attempt {attempt}: {len(missing)} of {len(outcome.turns)} turns of its outcome are not in the "
                 f"store, first {missing[0]}"
             )
+        _set_user_columns(index, outcome, owners)
         unheard: dict[PolicyName, list[SampleKey]] = {}
         for turn in owners.keys() - set(outcome.turns):
             unheard.setdefault(owners[turn], []).append(turn)
         for policy, table in index.tables.items():
             table.mask(unheard.get(policy, []), NOT_IN_OUTCOME)
             table.end_attempt(key, attempt)
+
+
+def _set_user_columns(index: Index, outcome: OutcomeRecord, owners: Mapping[SampleKey, PolicyName]) -> None:
+    columns = {each.key: each.values for each in outcome.turn_columns}
+    if unheard := sorted(columns.keys() - set(outcome.turns)):
+        raise InvariantError(f"{outcome.trajectory}: columns for {unheard[0]}, a turn that its outcome does not list")
+    for turn in outcome.turns:
+        index.tables[owners[turn]].set_user_columns(turn, outcome.attempt, columns.get(turn, {}))
 
 
 def record_failure(index: Index, failure: TrajectoryFailure) -> None:
@@ -149,12 +159,28 @@ def _owners(index: Index, key: TrajectoryKey, attempt: int) -> dict[SampleKey, P
     return owners
 
 
-def _check_rewards(outcome: OutcomeRecord) -> None:
-    given = [(f"agent {agent!r}", reward) for agent, reward in outcome.rewards.items()]
-    given += [(f"turn {turn.key} of agent {turn.key.agent!r}", turn.reward) for turn in outcome.turn_rewards]
-    for whose, reward in given:
-        if not math.isfinite(reward):
-            raise ConfigError(
-                f"{outcome.trajectory}: the reward of {whose} is {reward}, expected a finite number: "
-                "fix the reward function, or raise in it to make the trajectory a failure"
+def trajectories(index: Index, step: int) -> list[StoredTrajectory]:
+    """Return the trajectories of a step that had begun, in key order, each with its newest attempt."""
+    found = index.connection.execute(
+        "SELECT query, trajectory, max(attempt), kind, record FROM attempts "
+        "LEFT JOIN outcomes USING (step, query, trajectory, attempt) "
+        "WHERE step=? GROUP BY query, trajectory ORDER BY query, trajectory",
+        (step,),
+    ).fetchall()
+    turns: dict[tuple[TrajectoryKey, int], list[TurnRow]] = {}
+    for table in index.tables.values():
+        for turn in table.turns("step=?", (step,)):
+            turns.setdefault((turn.key.trajectory_key, turn.attempt), []).append(unpack_turn(turn))
+    stored = []
+    for query, trajectory, attempt, kind, text in found:
+        key = TrajectoryKey(step, query, trajectory)
+        stored.append(
+            StoredTrajectory(
+                key=key,
+                attempt=attempt,
+                turns=tuple(sorted(turns.get((key, attempt), []), key=lambda turn: turn.key)),
+                outcome=decode_record(OutcomeRecord, text) if kind == "outcome" else None,
+                failure=decode_record(TrajectoryFailure, text) if kind == "failure" else None,
             )
+        )
+    return stored

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from flexmarl.core.errors import CapacityError, FencedError, InvariantError
 from flexmarl.core.ids import HolderId, PolicyName, SampleKey
 from flexmarl.core.protocols import AdvantageValue, Lease
-from flexmarl.core.records import Sample, Seal
+from flexmarl.core.records import Seal, TokenColumn, TokenValues
 from flexmarl.store.index import Index
 from flexmarl.store.lifecycle import LeaseStatus, RowMove, RowStatus
+from flexmarl.store.packing import PackedSample, pack_values
 from flexmarl.store.rows import PolicyTable
-from flexmarl.store.schema import decode_record, encode_record
+from flexmarl.store.schema import decode_record, encode_keys, encode_record
 
 
 def fill(index: Index, policy: PolicyName, values: Sequence[AdvantageValue]) -> None:
@@ -29,6 +30,25 @@ def fill(index: Index, policy: PolicyName, values: Sequence[AdvantageValue]) -> 
             state = table.state_of(value.key)
             if state is None or (state.reward, state.advantage) != (value.reward, value.advantage):
                 raise InvariantError(f"{value.key}: cannot fill {value.reward, value.advantage}; the row is {state}")
+
+
+def fill_tokens(index: Index, policy: PolicyName, column: TokenColumn, values: Sequence[TokenValues]) -> None:
+    """Fill a token column of live rows."""
+    if not values:
+        return
+    for value in values:
+        if not all(map(math.isfinite, value.values)):
+            raise InvariantError(f"{value.key}: a number of {column} is not finite")
+    keys, bodies = [value.key for value in values], [pack_values(value.values) for value in values]
+    table = index.table(policy, keys[0])
+    with index.transaction():
+        if table.fill_tokens(column, keys, bodies) == len(values):
+            return
+        for key, body in zip(keys, bodies, strict=True):
+            if table.tokens_of(column, key) != body:
+                raise InvariantError(
+                    f"{key}: cannot fill {len(body) // 8} numbers of {column}; the row is {table.state_of(key)}"
+                )
 
 
 def mask(index: Index, policy: PolicyName, keys: Sequence[SampleKey], reason: str) -> None:
@@ -52,29 +72,73 @@ def ready(index: Index, policy: PolicyName, step: int) -> list[tuple[SampleKey, 
 
 
 def lease(
-    index: Index, policy: PolicyName, holder: HolderId, micro_batch_id: str, keys: Sequence[SampleKey]
-) -> tuple[Lease, list[Sample]]:
-    """Lease ready rows of one step, all or none, and read them in the order of `keys`."""
+    index: Index,
+    policy: PolicyName,
+    holder: HolderId,
+    micro_batch_id: str,
+    keys: Sequence[SampleKey],
+    num_passes_done: int = 0,
+) -> tuple[Lease, list[PackedSample]]:
+    """Lease rows of one step, all or none, and read them in the order of `keys`."""
     if not keys or len(set(keys)) < len(keys) or len({key.step for key in keys}) > 1:
         raise InvariantError(
             f"micro-batch {micro_batch_id}: needs distinct rows of one step, got {list(map(str, keys))}"
         )
-    step = keys[0].step
     table = index.table(policy, keys[0])
     with index.transaction() as connection:
-        if _live_lease(connection, policy, step, micro_batch_id) is not None:
-            _require_ready(table, keys, micro_batch_id)
-            raise InvariantError(f"micro-batch {micro_batch_id} of {policy!r}, step {step}, has been leased before")
-        lease_id = connection.execute(
-            "INSERT INTO leases (policy, step, holder, micro_batch_id, num_rows, status) VALUES (?,?,?,?,?,?)",
-            (policy, step, holder, micro_batch_id, len(keys), LeaseStatus.ACTIVE.value),
-        ).lastrowid
-        assert lease_id is not None
-        if table.lease(keys, lease_id, micro_batch_id) < len(keys):
-            _require_ready(table, keys, micro_batch_id, lease_id=lease_id)
-        samples = {sample.turn.key: sample for sample in table.samples(step, lease_id)}
-    granted = Lease(lease_id=lease_id, policy=policy, holder=holder, micro_batch_id=micro_batch_id, keys=tuple(keys))
+        _require_not_fenced(index, holder)
+        if _live_lease(connection, policy, keys[0].step, micro_batch_id) is not None:
+            _require_leasable(table, keys, micro_batch_id, num_passes_done)
+            raise _leased_before(policy, keys[0].step, micro_batch_id)
+        granted = _grant(connection, policy, holder, micro_batch_id, keys)
+        if num_passes_done == 0:
+            num_moved = table.lease(keys, granted.lease_id)
+        else:
+            num_moved = table.lease_again(keys, granted.lease_id, holder=holder, num_passes=num_passes_done)
+        if num_moved < len(keys):
+            _require_leasable(table, keys, micro_batch_id, num_passes_done, lease_id=granted.lease_id)
+        samples = {sample.turn.key: sample for sample in table.leased_samples(keys[0].step, granted.lease_id)}
     return granted, [samples[key] for key in keys]
+
+
+def claim(
+    index: Index, policy: PolicyName, step: int, holder: HolderId, micro_batch_id: str, max_rows: int
+) -> tuple[Lease, list[PackedSample]] | None:
+    """Lease the first ready rows in key order; None when there is none."""
+    if max_rows < 1:
+        raise InvariantError(f"micro-batch {micro_batch_id}: claim of {max_rows} rows, expected at least 1")
+    table = index.tables.get(policy)
+    with index.transaction() as connection:
+        _require_not_fenced(index, holder)
+        samples = [] if table is None else table.ready_samples(step, max_rows)
+        if table is None or not samples:
+            return None
+        if _live_lease(connection, policy, step, micro_batch_id) is not None:
+            raise _leased_before(policy, step, micro_batch_id)
+        granted = _grant(connection, policy, holder, micro_batch_id, [sample.turn.key for sample in samples])
+        num_moved = table.lease_through(granted.keys[-1], granted.lease_id)
+        assert num_moved == len(samples), (num_moved, len(samples))
+    return granted, samples
+
+
+def _leased_before(policy: PolicyName, step: int, micro_batch_id: str) -> InvariantError:
+    return InvariantError(f"micro-batch {micro_batch_id} of {policy!r}, step {step}, has been leased before")
+
+
+def _require_not_fenced(index: Index, holder: HolderId) -> None:
+    if index.is_fenced(holder):
+        raise FencedError(f"{holder} has been fenced: it was dead, or taken for dead")
+
+
+def _grant(
+    connection: sqlite3.Connection, policy: PolicyName, holder: HolderId, micro_batch_id: str, keys: Sequence[SampleKey]
+) -> Lease:
+    lease_id = connection.execute(
+        "INSERT INTO leases (policy, step, holder, micro_batch_id, num_rows, keys, status) VALUES (?,?,?,?,?,?,?)",
+        (policy, keys[0].step, holder, micro_batch_id, len(keys), encode_keys(keys), LeaseStatus.ACTIVE.value),
+    ).lastrowid
+    assert lease_id is not None
+    return Lease(lease_id=lease_id, policy=policy, holder=holder, micro_batch_id=micro_batch_id, keys=tuple(keys))
 
 
 def _live_lease(
@@ -89,19 +153,30 @@ def _live_lease(
     return found
 
 
-def _require_ready(
-    table: PolicyTable, keys: Sequence[SampleKey], micro_batch_id: str, *, lease_id: int | None = None
+def _require_leasable(
+    table: PolicyTable,
+    keys: Sequence[SampleKey],
+    micro_batch_id: str,
+    num_passes_done: int,
+    *,
+    lease_id: int | None = None,
 ) -> None:
-    """Raise CapacityError when a row is neither ready nor just leased as `lease_id`."""
+    """Raise CapacityError when a row is neither leasable nor just leased as `lease_id`."""
     refused = []
+    wanted = RowStatus.READY if num_passes_done == 0 else RowStatus.ACKNOWLEDGED
     for key in keys:
         state = table.state_of(key)
-        is_own = state is not None and lease_id is not None and state.lease_id == lease_id
-        if state is None or not (state.status is RowStatus.READY or is_own):
-            refused.append(f"{key} is {'not in the store' if state is None else state.status}")
+        if state is None:
+            refused.append(f"{key} is not in the store")
+            continue
+        is_leasable = state.status is wanted and state.num_passes == num_passes_done
+        if not (is_leasable if lease_id is None else state.lease_id == lease_id):
+            passes = f" ({state.num_passes} passes)" if num_passes_done else ""
+            refused.append(f"{key} is {state.status}{passes}")
     if refused:
+        what = "ready" if num_passes_done == 0 else f"acknowledged by the holder for {num_passes_done} passes"
         raise CapacityError(
-            f"micro-batch {micro_batch_id}: {len(refused)} of {len(keys)} rows are not ready: {'; '.join(refused[:3])}"
+            f"micro-batch {micro_batch_id}: {len(refused)} of {len(keys)} rows are not {what}: {'; '.join(refused[:3])}"
         )
 
 
@@ -125,18 +200,39 @@ def acknowledge(index: Index, granted: Lease) -> None:
 def release(index: Index, holder: HolderId) -> list[SampleKey]:
     """End every unsealed lease of a holder and return its rows, ready again, in key order."""
     with index.transaction() as connection:
-        return release_leases(index, connection, holder)
+        return _release(index, connection, "(status='active' OR status='acknowledged') AND holder=?", (holder,))
 
 
-def release_leases(index: Index, connection: sqlite3.Connection, holder: HolderId | None) -> list[SampleKey]:
-    """Do the same inside a transaction; None releases the leases of every holder."""
-    unsealed = "(status = 'active' OR status = 'acknowledged')"
-    found = connection.execute(
-        f"SELECT lease_id, policy, step FROM leases WHERE {unsealed} AND (?1 IS NULL OR holder = ?1)", (holder,)
-    ).fetchall()
+def fence(index: Index, holder: HolderId) -> list[SampleKey]:
+    """Release a holder and refuse everything it does from now on."""
+    with index.transaction() as connection:
+        connection.execute("INSERT OR IGNORE INTO fenced VALUES (?)", (holder,))
+        return _release(index, connection, "(status='active' OR status='acknowledged') AND holder=?", (holder,))
+
+
+def release_all(index: Index, connection: sqlite3.Connection) -> tuple[int, int]:
+    """End every lease of steps without a commit, inside a transaction; their seals have died with the last process.
+
+    Returns the numbers of rows that were not sealed, and that were.
+    """
+    open_step = "step NOT IN (SELECT step FROM commits)"
+    num_unsealed = len(_release(index, connection, f"status IN ('active', 'acknowledged') AND {open_step}", ()))
+    num_sealed = len(_release(index, connection, f"status='sealed' AND {open_step}", (), RowMove.UNSEAL))
+    connection.execute(f"DELETE FROM seals WHERE {open_step}")
+    return num_unsealed, num_sealed
+
+
+def _release(
+    index: Index,
+    connection: sqlite3.Connection,
+    where: str,
+    values: tuple[object, ...],
+    move: RowMove = RowMove.RELEASE,
+) -> list[SampleKey]:
+    found = connection.execute(f"SELECT lease_id, policy, step FROM leases WHERE {where}", values).fetchall()
     keys = []
     for lease_id, policy, step in found:
-        keys += index.tables[policy].release(step, lease_id)
+        keys += index.tables[policy].release(move, step, lease_id)
     released = [(LeaseStatus.RELEASED.value, lease_id) for lease_id, _, _ in found]
     connection.executemany("UPDATE leases SET status=? WHERE lease_id=?", released)
     return sorted(keys)
@@ -145,6 +241,7 @@ def release_leases(index: Index, connection: sqlite3.Connection, holder: HolderI
 def seal(index: Index, holder: HolderId, new: Seal) -> None:
     """Make a sealed cache the current one; the rows of the micro-batches that it adds are sealed."""
     with index.transaction() as connection:
+        _require_not_fenced(index, holder)
         current, number = _newest_seal(connection, new.policy, new.step)
         if current == new:
             return

@@ -1,11 +1,12 @@
 """The life of a row: its states, and the only moves between them.
 
     partial -> ready -> leased -> acknowledged -> sealed -> committed
-    partial, ready -> masked     partial -> failed     partial, masked -> superseded     leased, acknowledged -> ready
+    partial, ready -> masked     partial -> failed     partial, masked -> superseded
+    acknowledged -> leased (a further pass)     leased, acknowledged -> ready     sealed -> ready (the run died)
 
 Invariants, which every statement that changes a status keeps because its condition is made from a `RowMove`: a row is
-ready only with its attempt's outcome and all its data; a row that has been sealed or committed is never ready again;
-per key at most one row is not superseded.
+ready only with its attempt's outcome and all its required data; a row that has been sealed is not ready again in the
+life of the run, and a committed one never; per key at most one row is not superseded.
 """
 
 from enum import Enum, StrEnum
@@ -39,10 +40,14 @@ class RowMove(Enum):
     COMPLETE = (RowStatus.PARTIAL,), RowStatus.READY
     """The attempt has its outcome and every data column is filled."""
     LEASE = (RowStatus.READY,), RowStatus.LEASED
+    LEASE_AGAIN = (RowStatus.ACKNOWLEDGED,), RowStatus.LEASED
+    """A further pass of the same holder over the same samples."""
     ACKNOWLEDGE = (RowStatus.LEASED,), RowStatus.ACKNOWLEDGED
     RELEASE = (RowStatus.LEASED, RowStatus.ACKNOWLEDGED), RowStatus.READY
     """The holder is gone, and its gradient cache with it."""
     SEAL = (RowStatus.ACKNOWLEDGED,), RowStatus.SEALED
+    UNSEAL = (RowStatus.SEALED,), RowStatus.READY
+    """The run died, and with it the memory that sealed caches are in."""
     COMMIT = (RowStatus.ACKNOWLEDGED, RowStatus.SEALED), RowStatus.COMMITTED
     MASK = (RowStatus.PARTIAL, RowStatus.READY), RowStatus.MASKED
     FAIL = (RowStatus.PARTIAL,), RowStatus.FAILED

@@ -1,143 +1,34 @@
-"""The payload log: token ids and log-probs of turns, appended to one file and never changed.
+"""The payload log: records of bytes, appended to segments and never changed.
 
-A record is its length and CRC-32 (little-endian uint32 each), then a msgpack body. The index holds offset, length and
-checksum of each record, so a record that was torn, or that an older one shows through, is noticed by its reader.
+A record is its length and CRC-32 (little-endian uint32 each), then its body (`packing.py`). The index holds segment,
+offset, length and checksum of each record, so a record that was torn, or that an older one shows through, is noticed by
+its reader. A segment is deleted as a whole (`prune`); numbers of segments are never used again.
 
-Invariant: bytes before `num_bytes` are never overwritten; a failed append leaves `num_bytes` where it was.
+Invariants: bytes before `end` are never overwritten; a failed append leaves `end` where it was; segments before the
+current one have been synced.
 """
 
-import os
 import struct
 import zlib
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
-
-import msgpack
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from flexmarl.core.errors import StoreError
-from flexmarl.core.records import TurnRow
-from flexmarl.store.faults import translated
+from flexmarl.store.bytes_file import ByteFile, SegmentFiles
 
-MAGIC = b"FLXPAY01"
-"""First bytes of the file; the digits are the version of the record format."""
+MAGIC = b"FLXPAY02"
+"""First bytes of each segment; the digits are the version of the record format."""
+
+SEGMENT_BYTES = 256 * 2**20
+"""A longer segment is not appended to any more."""
 
 _HEADER = struct.Struct("<II")
 
 
-class ByteFile(Protocol):
-    """Random access to bytes."""
-
-    name: str
-    """For messages."""
-
-    def write_at(self, offset: int, data: bytes) -> None:
-        """Write all of `data`, or raise StoreError."""
-        ...
-
-    def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """Return the bytes; fewer at the end of the file."""
-        ...
-
-    def size_bytes(self) -> int:
-        """Return the length of the file."""
-        ...
-
-    def truncate(self, num_bytes: int) -> None:
-        """Drop what lies behind the first `num_bytes`."""
-        ...
-
-    def sync(self) -> None:
-        """Return once everything written survives power loss."""
-        ...
-
-    def close(self) -> None:
-        """Release the file."""
-        ...
-
-
-class DiskBytes:
-    """A file on disk, written without a buffer of this process: SIGKILL loses nothing that was written."""
-
-    def __init__(self, path: Path) -> None:
-        """Open the file, or create it.
-
-        Raises:
-            StoreError: it cannot be opened for writing.
-        """
-        self.name = str(path)
-        with translated(self.name):
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-    def write_at(self, offset: int, data: bytes) -> None:
-        """Write all of `data`, or raise StoreError."""
-        view = memoryview(data)
-        with translated(self.name):
-            while view:
-                num_written = os.pwrite(self._fd, view, offset)
-                offset += num_written
-                view = view[num_written:]
-
-    def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """Return the bytes; fewer at the end of the file."""
-        with translated(self.name):
-            return os.pread(self._fd, num_bytes, offset)
-
-    def size_bytes(self) -> int:
-        """Return the length of the file."""
-        return os.fstat(self._fd).st_size
-
-    def truncate(self, num_bytes: int) -> None:
-        """Drop what lies behind the first `num_bytes`."""
-        with translated(self.name):
-            os.ftruncate(self._fd, num_bytes)
-
-    def sync(self) -> None:
-        """Return once everything written survives power loss."""
-        with translated(self.name):
-            os.fdatasync(self._fd)
-
-    def close(self) -> None:
-        """Release the file."""
-        os.close(self._fd)
-
-
-class MemoryBytes:
-    """Bytes that end with the process."""
-
-    name = "payload in memory"
-
-    def __init__(self) -> None:
-        self._content = bytearray()
-
-    def write_at(self, offset: int, data: bytes) -> None:
-        """Write all of `data`."""
-        self._content[offset : offset + len(data)] = data
-
-    def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """Return the bytes; fewer at the end."""
-        return bytes(self._content[offset : offset + num_bytes])
-
-    def size_bytes(self) -> int:
-        """Return the length."""
-        return len(self._content)
-
-    def truncate(self, num_bytes: int) -> None:
-        """Drop what lies behind the first `num_bytes`."""
-        del self._content[num_bytes:]
-
-    def sync(self) -> None:
-        """Do nothing: memory does not survive power loss."""
-
-    def close(self) -> None:
-        """Free the memory."""
-        self._content.clear()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PayloadSlot:
+class PayloadSlot(NamedTuple):
     """Where a record lies."""
 
+    segment: int
     offset: int
     num_bytes: int
     """Header included."""
@@ -150,104 +41,218 @@ class PayloadSlot:
         return self.offset + self.num_bytes
 
 
-class PayloadLog:
-    """Appends records to a `ByteFile` and reads them back."""
+class PayloadEnd(NamedTuple):
+    """A place between two records; places compare in the order in which records were appended."""
 
-    def __init__(self, file: ByteFile) -> None:
-        """Take over `file`; an empty one becomes an empty log.
+    segment: int
+    num_bytes: int
+
+
+class PayloadReader:
+    """Reads records of a payload log, also of one that another process appends to."""
+
+    def __init__(self, files: SegmentFiles, pruned: Mapping[int, int]) -> None:
+        """Read from `files`; `pruned` has the deleted segments, each with the policy_version that covers it."""
+        self._files = files
+        self._open: dict[int, ByteFile] = {}
+        self.pruned = dict(pruned)
+        """Segments that were deleted, each with the policy_version whose checkpoint covers it."""
+
+    def read(self, slot: PayloadSlot) -> bytes:
+        """Return the body of a record.
 
         Raises:
-            StoreError: the file is no payload log of this format.
+            StoreError: its segment has been pruned, or does not hold this record.
         """
-        self._file = file
+        return self.read_many([slot])[0]
+
+    def read_many(self, slots: Sequence[PayloadSlot]) -> list[bytes]:
+        """Return the bodies of records; those that lie one behind the other are read at once.
+
+        Raises:
+            StoreError: a segment has been pruned, or does not hold its record.
+        """
+        bodies = []
+        for run in _runs(slots):
+            segment, start = run[0].segment, run[0].offset
+            if segment in self.pruned:
+                raise StoreError(
+                    f"{self._files.name}: tokens of segment {segment} have been deleted: the checkpoint of version "
+                    f"{self.pruned[segment]} covers their step; a run with store.retention=all keeps them"
+                )
+            file = self._file(segment)
+            data = memoryview(file.read_at(start, run[-1].end - start))
+            for slot in run:
+                body = _intact_body(data[slot.offset - start : slot.end - start], slot)
+                if body is None:
+                    raise StoreError(
+                        f"{file.name} is damaged: the record at byte {slot.offset} ({slot.num_bytes} bytes) does not "
+                        "match its checksum; restore the file, or resume from an older checkpoint"
+                    )
+                bodies.append(body)
+        return bodies
+
+    def is_intact(self, slot: PayloadSlot) -> bool:
+        """Return whether the log holds this record."""
+        if slot.segment not in self._files.numbers():
+            return False
+        data = memoryview(self._file(slot.segment).read_at(slot.offset, slot.num_bytes))
+        return _intact_body(data, slot) is not None
+
+    def _file(self, segment: int) -> ByteFile:
+        file = self._open.get(segment)
+        if file is None:
+            file = self._files.open(segment)
+            magic = file.read_at(0, len(MAGIC))
+            if magic != MAGIC:
+                file.close()
+                raise StoreError(_other_format(file.name, magic))
+            self._open[segment] = file
+        return file
+
+    def close(self) -> None:
+        """Release the files."""
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+
+class PayloadLog(PayloadReader):
+    """Appends records to the newest segment and reads them back from any."""
+
+    def __init__(
+        self, files: SegmentFiles, pruned: Mapping[int, int] | None = None, *, segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
+        """Take over `files`; without any there is a new, empty segment. `pruned` has deleted ones and their versions.
+
+        Raises:
+            StoreError: the newest segment is no payload file of this format.
+        """
+        super().__init__(files, pruned or {})
+        self._segment_bytes = segment_bytes
+        self.newest_steps: dict[int, int] = {}
+        """At least the newest step with a record in it, by segment; segments without records are left out."""
+        self._numbers = set(files.numbers())
+        for segment in sorted(self._numbers & self.pruned.keys()):
+            # The last process died between writing that it is pruned and deleting it.
+            self._remove(segment)
+        self._begin(max(self._numbers, default=max(self.pruned, default=0) + 1))
+
+    def _begin(self, number: int) -> None:
+        file = self._files.open(number, create=True)
         magic = file.read_at(0, len(MAGIC))
         if magic != MAGIC and MAGIC.startswith(magic):
             # Also the tail of a creation that was killed between its bytes.
             file.truncate(0)
             file.write_at(0, MAGIC)
         elif magic != MAGIC:
-            raise StoreError(
-                f"{file.name} starts with {magic!r}, expected {MAGIC!r}: not a payload file of this version; "
-                "move it away, or choose another run.dir"
-            )
-        self.num_bytes = file.size_bytes()
+            file.close()
+            raise StoreError(_other_format(file.name, magic))
+        self._open[number] = file
+        self._numbers.add(number)
+        self.end = PayloadEnd(number, file.size_bytes())
 
     @property
     def name(self) -> str:
-        """The file, for messages."""
-        return self._file.name
+        """The newest segment, for messages."""
+        return self._open[self.end.segment].name
 
-    def append(self, body: bytes) -> PayloadSlot:
-        """Add a record at the end; it survives SIGKILL on return, and power loss after `sync`."""
-        checksum = zlib.crc32(body)
-        slot = PayloadSlot(offset=self.num_bytes, num_bytes=_HEADER.size + len(body), checksum=checksum)
-        self._file.write_at(slot.offset, _HEADER.pack(len(body), checksum) + body)
-        self.num_bytes = slot.end
-        return slot
+    def append(self, bodies: Sequence[bytes], step: int) -> list[PayloadSlot]:
+        """Add records of a step at the end in one write; they survive SIGKILL on return, power loss after `sync`."""
+        if self.end.num_bytes >= self._segment_bytes:
+            self.roll()
+        segment, offset = self.end
+        slots: list[PayloadSlot] = []
+        parts: list[bytes] = []
+        for body in bodies:
+            checksum = zlib.crc32(body)
+            slot = PayloadSlot(segment, offset, _HEADER.size + len(body), checksum)
+            slots.append(slot)
+            parts += (_HEADER.pack(len(body), checksum), body)
+            offset = slot.end
+        self._open[segment].write_at(self.end.num_bytes, b"".join(parts))
+        self.end = PayloadEnd(segment, offset)
+        self.newest_steps[segment] = max(step, self.newest_steps.get(segment, step))
+        return slots
 
-    def read(self, slot: PayloadSlot) -> bytes:
-        """Return the body of a record.
+    def roll(self) -> None:
+        """Begin a new segment, unless the newest one is empty."""
+        if self.end.num_bytes > len(MAGIC):
+            self.sync()
+            self._begin(self.end.segment + 1)
+            self._files.sync_names()
 
-        Raises:
-            StoreError: the file does not hold this record.
+    def size_bytes(self, segment: int) -> int:
+        """Return the length of a segment; 0 when it is not there."""
+        return self._file(segment).size_bytes() if segment in self._numbers else 0
+
+    def segment_name(self, segment: int) -> str:
+        """Return the name of a segment, for messages."""
+        return f"{self._files.name}/payload-{segment}.bin"
+
+    # --- dropping -----------------------------------------------------------------------------------------------------
+
+    def below(self, step: int) -> list[int]:
+        """Return the segments, without the newest, all of whose records are of earlier steps."""
+        segments = sorted(self._numbers - {self.end.segment})
+        return [segment for segment in segments if self.newest_steps.get(segment, -1) < step]
+
+    def prune(self, segments: Iterable[int], policy_version: int) -> None:
+        """Delete segments that the checkpoint of `policy_version` covers; no index on disk may need them any more."""
+        for segment in segments:
+            self.pruned[segment] = policy_version
+            self._remove(segment)
+
+    def trim(self, ends: Mapping[int, int]) -> int:
+        """Drop what lies behind the last record of the newest segment, and segments without any; return the bytes.
+
+        `ends` has the offset behind the last record of each segment that has one.
         """
-        body = self._intact_body(slot)
-        if body is None:
-            raise StoreError(
-                f"{self.name} is damaged: the record at byte {slot.offset} ({slot.num_bytes} bytes) does not match "
-                "its checksum; restore the file, or resume from an older checkpoint"
-            )
-        return body
+        dropped = 0
+        for segment in sorted(self._numbers - ends.keys() - {self.end.segment}):
+            dropped += self.size_bytes(segment)
+            self._remove(segment)
+        newest = self.end.segment
+        end = max(ends.get(newest, 0), len(MAGIC))
+        if self.end.num_bytes > end:
+            self._open[newest].truncate(end)
+            dropped += self.end.num_bytes - end
+            self.end = PayloadEnd(newest, end)
+        return dropped
 
-    def is_intact(self, slot: PayloadSlot) -> bool:
-        """Return whether the file holds this record."""
-        return self._intact_body(slot) is not None
-
-    def _intact_body(self, slot: PayloadSlot) -> bytes | None:
-        data = self._file.read_at(slot.offset, slot.num_bytes)
-        header, body = data[: _HEADER.size], data[_HEADER.size :]
-        expected = _HEADER.pack(slot.num_bytes - _HEADER.size, slot.checksum)
-        is_intact = header == expected and len(data) == slot.num_bytes and zlib.crc32(body) == slot.checksum
-        return body if is_intact else None
-
-    def truncate(self, num_bytes: int) -> int:
-        """Drop what lies behind the first `num_bytes` and return how many bytes that were."""
-        end = max(num_bytes, len(MAGIC))
-        dropped = self.num_bytes - end
-        if dropped > 0:
-            self._file.truncate(end)
-            self.num_bytes = end
-        return max(dropped, 0)
+    def _remove(self, segment: int) -> None:
+        file = self._open.pop(segment, None)
+        if file is not None:
+            file.close()
+        self._files.remove(segment)
+        self._numbers.discard(segment)
+        self.newest_steps.pop(segment, None)
 
     def sync(self) -> None:
         """Return once every record survives power loss."""
-        self._file.sync()
-
-    def close(self) -> None:
-        """Release the file."""
-        self._file.close()
+        self._open[self.end.segment].sync()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnPayload:
-    """The lists of a turn."""
-
-    prompt_tokens: tuple[int, ...]
-    response_tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    version_spans: tuple[tuple[int, int, int], ...]
-
-
-def pack_turn(row: TurnRow) -> bytes:
-    """Return the body of the record that holds the lists of `row`."""
-    spans = [(span.start, span.end, span.policy_version) for span in row.version_spans]
-    packed: bytes = msgpack.packb((row.prompt_tokens, row.response_tokens, row.logprobs, spans))
-    return packed
-
-
-def unpack_turn(body: bytes) -> TurnPayload:
-    """Return what `pack_turn` packed."""
-    prompt_tokens, response_tokens, logprobs, spans = msgpack.unpackb(body, use_list=False)
-    return TurnPayload(
-        prompt_tokens=prompt_tokens, response_tokens=response_tokens, logprobs=logprobs, version_spans=spans
+def _other_format(name: str, magic: bytes) -> str:
+    return (
+        f"{name} starts with {magic!r}, expected {MAGIC!r}: not a payload file of this version; "
+        "move it away, or choose another run.dir"
     )
+
+
+def _runs(slots: Sequence[PayloadSlot]) -> list[list[PayloadSlot]]:
+    """Split into runs of slots that lie one behind the other."""
+    runs: list[list[PayloadSlot]] = []
+    for slot in slots:
+        if runs and (runs[-1][-1].segment, runs[-1][-1].end) == (slot.segment, slot.offset):
+            runs[-1].append(slot)
+        else:
+            runs.append([slot])
+    return runs
+
+
+def _intact_body(data: memoryview, slot: PayloadSlot) -> bytes | None:
+    header, body = data[: _HEADER.size], data[_HEADER.size :]
+    expected = _HEADER.pack(slot.num_bytes - _HEADER.size, slot.checksum)
+    is_intact = header == expected and len(data) == slot.num_bytes and zlib.crc32(body) == slot.checksum
+    return bytes(body) if is_intact else None

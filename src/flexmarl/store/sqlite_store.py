@@ -1,160 +1,119 @@
 """`SqliteStore`: the experience store of one run, over an SQLite index and a payload file.
 
-Every method hands one blocking function to the runtime's `call`, which runs them one at a time in order; there is no
-other concurrency in the store. Each function is one transaction; those that wait for a turn are written together.
+Every method hands one blocking function to the runtime's `call` (`operations.py`); there is no other concurrency in the
+store. Each function is one transaction.
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self
 
-from flexmarl.core.errors import InvariantError
 from flexmarl.core.ids import HolderId, PolicyName, SampleKey, TrajectoryKey
-from flexmarl.core.protocols import AdvantageValue, Lease, PolicyProgress
+from flexmarl.core.protocols import AdvantageValue, Lease, PolicyColumns, PolicyProgress, StoredStep
 from flexmarl.core.records import (
     CommitRecord,
     DispatchRecord,
+    FinishedTrajectory,
     OutcomeRecord,
     Sample,
     Seal,
+    StepExtension,
+    TokenColumn,
+    TokenValues,
     TrajectoryFailure,
     TurnRow,
 )
-from flexmarl.store import attempts, leases, steps
+from flexmarl.store import attempts, bulk, leases, steps
 from flexmarl.store.database import FolderLock
-from flexmarl.store.faults import translated
 from flexmarl.store.index import Index
+from flexmarl.store.operations import BlockingCall, OperationQueue
+from flexmarl.store.packing import PackedSample, PackedTrajectory, pack_finished, unpack_sample
 from flexmarl.store.recovery import RecoveryReport, open_folder, open_in_memory
 
-T = TypeVar("T")
+
+def lease(index: Index, *args: Any) -> tuple[Lease, list[Sample]]:
+    """Lease rows and unpack them, off the event loop."""
+    granted, packed = leases.lease(index, *args)
+    return granted, [unpack_sample(sample) for sample in packed]
 
 
-class BlockingCall(Protocol):
-    """`Runtime.call`: runs a blocking function off the event loop, one at a time, in order."""
-
-    async def __call__(self, function: Callable[..., T], *args: object, cost_s: float = 0.0) -> T:
-        """Return `function(*args)`."""
-        ...
-
-
-DURABLE_OPERATIONS = frozenset({steps.open_step, steps.commit, steps.rewind})
-"""Those that survive power loss; each is written alone."""
-MAX_BATCH = 256
-"""Operations written together; bounds the time until the first of them is answered."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Operation:
-    """One call that waits for its turn."""
-
-    function: Callable[..., Any]
-    args: tuple[object, ...]
-    done: asyncio.Future[Any]
-
-    def settle(self, error: Exception | None, result: Any) -> None:
-        """Answer, unless nobody waits any more."""
-        if self.done.cancelled():
-            return
-        if error is None:
-            self.done.set_result(result)
-        else:
-            self.done.set_exception(error)
-
-
-class SqliteStore:
+class SqliteStore(OperationQueue):
     """An `ExperienceStore`. A folder has one owner at a time; `None` keeps everything in memory."""
 
     def __init__(self, index: Index, lock: FolderLock | None, recovery: RecoveryReport, call: BlockingCall) -> None:
         """Take over opened files; use `open`."""
-        self._index: Index | None = index
+        super().__init__(index, call)
         self._lock = lock
-        self._call = call
-        self._waiting: deque[_Operation] = deque()
-        self._writer: asyncio.Task[None] | None = None
+        self._claiming: dict[PolicyName, set[asyncio.Event]] = {}
+        """Claims that wait for ready rows."""
         self.recovery = recovery
         """What opening had to mend."""
 
     @classmethod
-    async def open(cls, folder: Path | None, call: BlockingCall) -> Self:
-        """Open the store in `folder`, or create it, and release the leases of the process that had it before.
+    async def open(
+        cls,
+        folder: Path | None,
+        call: BlockingCall,
+        columns: Mapping[PolicyName, PolicyColumns] | None = None,
+    ) -> Self:
+        """Open the store in `folder`, or create it, and release what the process that had it before was working on.
+
+        `columns` are the data columns of each policy's table beside the built-in ones; None takes what the store has.
 
         Raises:
-            StoreError: the folder is in use, not writable, damaged, or written by newer code.
+            ConfigError: a declaration of columns is wrong.
+            StoreError: the folder is in use, not writable, damaged, written by other code, or has other columns.
         """
         if folder is None:
-            return cls(await call(open_in_memory), None, RecoveryReport(), call)
-        index, lock, recovery = await call(open_folder, folder)
+            return cls(await call(open_in_memory, columns), None, RecoveryReport(), call)
+        index, lock, recovery = await call(open_folder, folder, columns)
         return cls(index, lock, recovery, call)
 
-    async def _run(self, function: Callable[..., T], *args: object) -> T:
-        """Run an operation in its turn; those that wait together are written together (group commit)."""
-        loop = asyncio.get_running_loop()
-        operation = _Operation(function, args, loop.create_future())
-        self._waiting.append(operation)
-        if self._writer is None:
-            self._writer = loop.create_task(self._write(), name="store")
-        result: T = await operation.done
-        return result
+    def _after_batch(self) -> None:
+        """Wake the claims on policies that got ready rows; no operation runs at this moment."""
+        if self._index is not None:
+            for policy in self._index.woken & self._claiming.keys():
+                for event in self._claiming[policy]:
+                    event.set()
+            self._index.woken.clear()
 
-    async def _write(self) -> None:
-        try:
-            while self._waiting:
-                batch = self._next_batch()
-                try:
-                    outcomes = await self._call(self._run_batch, batch)
-                except Exception as refused:  # noqa: BLE001 (the runtime is closed: tell who waits)
-                    outcomes = [(refused, None)] * len(batch)
-                for operation, (error, result) in zip(batch, outcomes, strict=True):
-                    operation.settle(error, result)
-        finally:
-            self._writer = None
-
-    def _next_batch(self) -> list[_Operation]:
-        batch = [self._waiting.popleft()]
-        while (
-            self._waiting
-            and len(batch) < MAX_BATCH
-            and not {batch[-1].function, self._waiting[0].function} & DURABLE_OPERATIONS
-        ):
-            batch.append(self._waiting.popleft())
-        return batch
-
-    def _run_batch(self, batch: list[_Operation]) -> list[tuple[Exception | None, Any]]:
-        """Return the error or the result of each operation; what fails alone does not undo the others."""
-        index = self._index
-        if index is None:
-            return [(InvariantError(f"the store was closed before {each.function.__name__}"), None) for each in batch]
-        try:
-            if len(batch) == 1:
-                with translated(index.database.name):
-                    return [(None, batch[0].function(index, *batch[0].args))]
-            with translated(index.database.name), index.database.group():
-                return [self._run_grouped(index, operation) for operation in batch]
-        except Exception as error:  # noqa: BLE001 (passed on to whoever waits for it)
-            index.forget_unwritten_tables()
-            return [(error, None)] * len(batch)
-
-    def _run_grouped(self, index: Index, operation: _Operation) -> tuple[Exception | None, Any]:
-        try:
-            with translated(index.database.name):
-                return None, operation.function(index, *operation.args)
-        except Exception as error:
-            if not index.connection.in_transaction:
-                raise  # the whole group is gone
-            return error, None
+    def _wake_all(self) -> None:
+        for events in self._claiming.values():
+            for event in events:
+                event.set()
 
     async def open_step(self, dispatch: DispatchRecord) -> None:
         """Record the content of a step before its first request; survives power loss."""
         await self._run(steps.open_step, dispatch)
 
+    async def extend_step(self, extension: StepExtension) -> None:
+        """Add trajectories to an open step before their first request; survives power loss.
+
+        Raises:
+            InvariantError: the step is not open, the query is not in it, or the numbers do not go on where its
+                trajectories so far end.
+        """
+        await self._run(steps.extend_step, extension)
+
+    async def put_finished(self, trajectories: Sequence[FinishedTrajectory]) -> None:
+        """Add whole trajectories of open steps in one transaction; rows that need no token column are ready.
+
+        Raises:
+            ConfigError: a reward or user column is missing or wrong.
+            InvariantError: a trajectory was not dispatched, was begun in another way, or was put with other content.
+        """
+        await self.put_packed([pack_finished(each) for each in trajectories])
+
+    async def put_packed(self, trajectories: Sequence[PackedTrajectory]) -> None:
+        """Do the same with trajectories that `pack_finished` has checked and packed, perhaps in another process."""
+        await self._run(bulk.put_packed, trajectories)
+
     async def begin_attempt(self, trajectory: TrajectoryKey) -> int:
         """Return the number of a new attempt (0 is the first); rows of older attempts become superseded with it.
 
         Raises:
-            InvariantError: the trajectory has ended, or its step has no dispatch record.
+            InvariantError: the trajectory has ended, or was not dispatched.
         """
         return await self._run(attempts.begin_attempt, trajectory)
 
@@ -163,7 +122,8 @@ class SqliteStore:
 
         Raises:
             FencedError: its attempt is no longer the newest, or has ended.
-            InvariantError: the same key and attempt was put with other content.
+            InvariantError: the same key and attempt was put with other content, or its step was dispatched for other
+                versions.
         """
         await self._run(attempts.put_turn, row)
 
@@ -173,7 +133,7 @@ class SqliteStore:
         A row of the attempt that the outcome does not list is masked with reason `not_in_outcome`.
 
         Raises:
-            ConfigError: a reward is not finite.
+            ConfigError: a reward is not finite, or a user column is missing or wrong.
             InvariantError: a turn is missing, or the attempt ended otherwise before.
             FencedError: the attempt is no longer the newest.
         """
@@ -187,6 +147,14 @@ class SqliteStore:
         """Fill the advantage columns; rows whose attempt has an outcome become ready, masked ones stay masked."""
         await self._run(leases.fill, policy, values)
 
+    async def fill_tokens(self, policy: PolicyName, column: TokenColumn, values: Sequence[TokenValues]) -> None:
+        """Fill a token column of live rows that nobody trains yet; complete rows become ready, masked ones stay masked.
+
+        Raises:
+            InvariantError: a row has other values there, is not there, is in training, or has another number of tokens.
+        """
+        await self._run(leases.fill_tokens, policy, column, values)
+
     async def mask(self, policy: PolicyName, keys: Sequence[SampleKey], reason: str) -> None:
         """Take partial or ready rows out of training, with a reason."""
         await self._run(leases.mask, policy, keys, reason)
@@ -196,15 +164,67 @@ class SqliteStore:
         return await self._run(leases.ready, policy, step)
 
     async def lease(
-        self, policy: PolicyName, holder: HolderId, micro_batch_id: str, keys: Sequence[SampleKey]
+        self,
+        policy: PolicyName,
+        holder: HolderId,
+        micro_batch_id: str,
+        keys: Sequence[SampleKey],
+        *,
+        num_passes_done: int = 0,
     ) -> tuple[Lease, list[Sample]]:
-        """Lease ready rows of one step to a holder, all or none, and read them in the order of `keys`.
+        """Lease rows of one step to a holder, all or none, and read them in the order of `keys`.
+
+        With `num_passes_done=0` they must be ready; with p > 0 acknowledged by the same holder for exactly p passes.
 
         Raises:
-            CapacityError: a row is not ready.
+            CapacityError: a row is not.
+            FencedError: the holder was fenced.
             InvariantError: the micro-batch id is in use in this step, or `keys` are empty, repeated or of two steps.
         """
-        return await self._run(leases.lease, policy, holder, micro_batch_id, keys)
+        return await self._run(lease, policy, holder, micro_batch_id, keys, num_passes_done)
+
+    async def claim(
+        self, policy: PolicyName, step: int, holder: HolderId, micro_batch_id: str, *, max_rows: int, timeout_s: float
+    ) -> tuple[Lease, list[Sample]] | None:
+        """Lease up to `max_rows` ready rows in key order; wait for one until the deadline, else return None.
+
+        A caller that gives up waiting must release its holder: the rows may just have been leased to it.
+
+        Raises:
+            FencedError: the holder was fenced, perhaps while it waited.
+        """
+        claimed = await self.claim_packed(policy, step, holder, micro_batch_id, max_rows=max_rows, timeout_s=timeout_s)
+        return None if claimed is None else (claimed[0], [unpack_sample(sample) for sample in claimed[1]])
+
+    async def claim_packed(
+        self, policy: PolicyName, step: int, holder: HolderId, micro_batch_id: str, *, max_rows: int, timeout_s: float
+    ) -> tuple[Lease, list[PackedSample]] | None:
+        """Do the same, with samples that `unpack_sample` unpacks, perhaps in another process."""
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        event = asyncio.Event()
+        self._claiming.setdefault(policy, set()).add(event)
+        try:
+            while True:
+                event.clear()
+                claimed = await self._run(leases.claim, policy, step, holder, micro_batch_id, max_rows)
+                if claimed is not None:
+                    return claimed
+                try:
+                    async with asyncio.timeout_at(deadline_s):
+                        await event.wait()
+                except TimeoutError:
+                    return None
+        finally:
+            self._claiming[policy].discard(event)
+
+    async def fence(self, holder: HolderId) -> list[SampleKey]:
+        """Release a holder's rows and refuse its leases, acknowledgements and seals from now on, for good.
+
+        Returns the rows in key order.
+        """
+        released = await self._run(leases.fence, holder)
+        self._wake_all()  # the holder itself may be waiting
+        return released
 
     async def acknowledge(self, lease: Lease) -> None:
         """The holder's gradient cache includes the rows. Raises FencedError when the lease has ended."""
@@ -231,8 +251,9 @@ class SqliteStore:
         """Make the step's trained rows committed, for all policies at once; survives power loss.
 
         Raises:
-            InvariantError: a row of the step is neither acknowledged, sealed, masked, failed nor superseded, or the
-                record's micro-batches or version are not what the store holds.
+            InvariantError: a row of the step is neither acknowledged, sealed, masked, failed nor superseded, a
+                dispatched trajectory has no end, or the record's micro-batches, passes, updates or version are not
+                what the store holds.
         """
         await self._run(steps.commit, record)
 
@@ -248,6 +269,36 @@ class SqliteStore:
         """Return the committed rows of a step in key order; policies without any are left out."""
         return await self._run(steps.trained_ids, step)
 
+    async def commits_after(self, policy_version: int) -> list[CommitRecord]:
+        """Return the commit records of later versions, in order."""
+        return await self._run(steps.commits_after, policy_version)
+
+    async def micro_batch(self, policy: PolicyName, step: int, micro_batch_id: str) -> list[Sample]:
+        """Return the samples of a committed micro-batch in the order in which they were trained.
+
+        Raises:
+            InvariantError: no commit has it.
+            StoreError: their payload has been pruned, or is damaged.
+        """
+        packed = await self._run(steps.micro_batch, policy, step, micro_batch_id)
+        return [unpack_sample(sample) for sample in packed]
+
+    async def open_steps(self) -> list[StoredStep]:
+        """Return every step that was dispatched and not committed, in order."""
+        return await self._run(steps.open_steps)
+
+    async def prune(self, policy_version: int) -> None:
+        """Free the payloads of committed steps below `policy_version`, as far as whole segments have no others.
+
+        Raises:
+            InvariantError: a step below is not committed.
+        """
+        await self._run(steps.prune, policy_version)
+
+    async def pruned_version(self) -> int:
+        """Return the lowest version from which on every committed step can be read again; 0 if nothing was pruned."""
+        return await self._run(steps.pruned_version)
+
     async def rewind(self, policy_version: int) -> None:
         """Forget everything of steps at or after `policy_version`; survives power loss."""
         await self._run(steps.rewind, policy_version)
@@ -257,6 +308,7 @@ class SqliteStore:
         if self._writer is not None:
             await asyncio.wait([self._writer])
         await self._call(self._close_blocking)
+        self._wake_all()
 
     def _close_blocking(self) -> None:
         index, self._index = self._index, None

@@ -15,9 +15,11 @@ from flexmarl.core.records import (
     OutcomeRecord,
     PolicyCommit,
     Seal,
+    TrajectoryFailure,
     TurnRow,
     VersionSpan,
 )
+from flexmarl.runtime.simulated import VirtualTimeLoop
 from flexmarl.store import SqliteStore
 
 T = TypeVar("T")
@@ -35,6 +37,12 @@ async def inline_call(function: Callable[..., T], *args: object, cost_s: float =
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Return the result of a coroutine."""
     return asyncio.run(coroutine)
+
+
+def run_virtually(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine for which waiting takes no time; the clock starts at 0 s."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(coroutine)
 
 
 def open_store(folder: Path | None = None) -> SqliteStore:
@@ -63,8 +71,14 @@ def turn_row(sample: SampleKey, *, attempt: int = 0, tokens: tuple[int, ...] = (
     )
 
 
-def dispatch(step: int = 0, num_queries: int = 4) -> DispatchRecord:
-    return DispatchRecord(step=step, policy_version=step, queries=tuple(range(num_queries)), num_trajectories=1)
+def dispatch(step: int = 0, num_queries: int = 4, num_trajectories: int = 1) -> DispatchRecord:
+    return DispatchRecord(
+        step=step,
+        min_version=step,
+        max_version=step,
+        queries=tuple(range(num_queries)),
+        num_trajectories=num_trajectories,
+    )
 
 
 def outcome(
@@ -105,11 +119,16 @@ def acknowledge(store: SqliteStore, *keys: SampleKey, micro_batch_id: str = "m0"
 
 
 def seal_record(
-    number: int, micro_batches: Sequence[str], *, predecessor: int | None = None, policy: PolicyName = RED
+    number: int,
+    micro_batches: Sequence[str],
+    *,
+    predecessor: int | None = None,
+    policy: PolicyName = RED,
+    step: int = 0,
 ) -> Seal:
     return Seal(
         policy=policy,
-        step=0,
+        step=step,
         object_key=ObjectKey("seal", policy, number),
         predecessor=None if predecessor is None else ObjectKey("seal", policy, predecessor),
         micro_batches=tuple(micro_batches),
@@ -124,10 +143,29 @@ def commit_record(micro_batches: Mapping[str, Sequence[str]], step: int = 0) -> 
             weights_digest=f"{policy}-{step + 1}",
             denominators=Denominators(num_samples=len(ids)),
             micro_batches=tuple(ids),
+            update_sizes=(len(ids),) if ids else (),
         )
         for policy, ids in micro_batches.items()
     }
     return CommitRecord(step=step, policy_version=step + 1, policies=policies)
+
+
+def commit(store: SqliteStore, record: CommitRecord) -> None:
+    """Commit a step in which every trajectory that was not begun has failed."""
+    fail_the_rest(store, record.step)
+    run(store.commit(record))
+
+
+def fail_the_rest(store: SqliteStore, step: int = 0) -> None:
+    """Record a failure for each trajectory of an open step that was not begun."""
+    for stored in run(store.open_steps()):
+        begun = {each.key for each in stored.trajectories}
+        added = [trajectory for extension in stored.extensions for trajectory in extension.trajectories()]
+        for trajectory in [*stored.dispatch.trajectories(), *added]:
+            if trajectory.step == step and trajectory not in begun:
+                attempt = run(store.begin_attempt(trajectory))
+                failure = TrajectoryFailure(trajectory=trajectory, attempt=attempt, kind="not_run", message="")
+                run(store.record_failure(failure))
 
 
 def counts(store: SqliteStore, policy: PolicyName = RED, step: int = 0) -> dict[str, int]:

@@ -12,6 +12,7 @@ from store_builders import (
     commit_record,
     counts,
     dispatch,
+    fail_the_rest,
     inline_call,
     key,
     make_ready,
@@ -23,11 +24,13 @@ from store_builders import (
 
 from flexmarl.core.errors import InvariantError, StoreError
 from flexmarl.core.protocols import ExperienceStore
+from flexmarl.core.records import StepExtension
 from flexmarl.store import SqliteStore
 
 pytestmark = pytest.mark.unit
 
 T = TypeVar("T")
+EXTENSION = StepExtension(step=1, query=0, first_trajectory=1, num_trajectories=1)
 DURABLE = ["fdatasync", "PRAGMA synchronous=FULL", "BEGIN IMMEDIATE", "COMMIT", "PRAGMA synchronous=NORMAL"]
 
 
@@ -50,7 +53,7 @@ def test_it_is_an_experience_store() -> None:
     run(store.close())
 
 
-def test_g4_dispatch_commit_and_rewind_are_synced_behind_their_payloads(
+def test_g4_dispatch_extension_commit_prune_and_rewind_are_synced_behind_their_payloads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(tmp_path)
@@ -59,12 +62,14 @@ def test_g4_dispatch_commit_and_rewind_are_synced_behind_their_payloads(
     assert log == DURABLE
     make_ready(store, key())
     acknowledge(store, key())
+    fail_the_rest(store)
     log.clear()
     run(store.commit(commit_record({"red": ["m0"]})))
     assert log == DURABLE
-    log.clear()
-    run(store.rewind(0))
-    assert log == DURABLE
+    for change in (store.prune(1), store.open_step(dispatch(step=1)), store.extend_step(EXTENSION), store.rewind(0)):
+        log.clear()
+        run(change)
+        assert log[-len(DURABLE) :] == DURABLE
     run(store.close())
 
 
@@ -119,7 +124,9 @@ def test_ready_and_leased_rows_are_found_by_the_partial_index(tmp_path: Path) ->
     assert len(selected) == 3
     for statement in selected:
         plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}")]
-        assert plan == ["SEARCH rows_0_red USING INDEX open_0_red (step=? AND status=?)"]
+        assert [line.replace("COVERING ", "") for line in plan] == [
+            "SEARCH rows_0_red USING INDEX open_0_red (step=? AND status=? AND lease_id=?)"
+        ]
     run(store.close())
 
 
