@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from flexmarl.core.errors import CapacityError
 from flexmarl.core.ids import AgentName, InstanceId, PolicyName, SampleKey, TrajectoryKey
+from flexmarl.core.rng import HashRng
 from flexmarl.scheduling import (
     InstanceLoad,
     PolicyDemand,
@@ -18,7 +19,9 @@ from flexmarl.scheduling import (
     admit_first_come,
     allocate_largest_backlog,
     cut_by_tokens,
+    cut_into_updates,
     dispatch_least_loaded,
+    taper_tokens,
 )
 
 pytestmark = pytest.mark.property
@@ -60,37 +63,43 @@ def test_g8_dispatch_takes_a_least_loaded_instance_within_the_bounds(
 
 
 @given(
-    queries=st.lists(st.integers(0, 5), max_size=24),
+    queries=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3)), max_size=24),
     inter=st.none() | st.integers(1, 4),
     intra=st.none() | st.integers(1, 4),
     data=st.data(),
 )
 def test_admission_keeps_its_bounds_and_lets_everything_in(
-    queries: list[int], inter: int | None, intra: int | None, data: st.DataObject
+    queries: list[tuple[int, int]], inter: int | None, intra: int | None, data: st.DataObject
 ) -> None:
-    waiting = [TrajectoryKey(0, query, place) for place, query in enumerate(queries)]
+    waiting = [TrajectoryKey(step, query, place) for place, (step, query) in enumerate(queries)]
     running: list[TrajectoryKey] = []
     started: list[TrajectoryKey] = []
     while waiting:
-        counts = Counter(key.query for key in running)
+        counts = Counter(map(query_of, running))
         admitted = admit_first_come(waiting, num_running=counts, inter_query=inter, intra_query=intra)
         assert [key for key in waiting if key in set(admitted)] == admitted
         for place, key in enumerate(waiting):
             if key not in admitted:
                 # First come, first served: only those before it, and those that run, stand in its way.
-                before = Counter(each.query for each in (*running, *waiting[:place]) if each in (*running, *admitted))
-                is_query_full = intra is not None and before[key.query] >= intra
-                is_run_full = inter is not None and before[key.query] == 0 and len(before) >= inter
+                before = Counter(
+                    query_of(each) for each in (*running, *waiting[:place]) if each in (*running, *admitted)
+                )
+                is_query_full = intra is not None and before[query_of(key)] >= intra
+                is_run_full = inter is not None and before[query_of(key)] == 0 and len(before) >= inter
                 assert is_query_full or is_run_full
         running += admitted
         started += admitted
         waiting = [key for key in waiting if key not in admitted]
-        counts = Counter(key.query for key in running)
+        counts = Counter(map(query_of, running))
         assert inter is None or len(counts) <= inter
         assert intra is None or max(counts.values(), default=0) <= intra
         assert running, "nothing runs, but something waits"
         running.remove(data.draw(st.sampled_from(running)))
-    assert sorted(started) == sorted(TrajectoryKey(0, query, place) for place, query in enumerate(queries))
+    assert sorted(started) == sorted(TrajectoryKey(step, query, place) for place, (step, query) in enumerate(queries))
+
+
+def query_of(key: TrajectoryKey) -> tuple[int, int]:
+    return key.step, key.query
 
 
 # --- micro-batches ----------------------------------------------------------------------------------------------------
@@ -110,6 +119,54 @@ def test_cut_partitions_exactly_within_the_budget(sizes: list[int], max_tokens: 
         # No batch ends before it must.
         assert sum(sample.num_tokens for sample in batch) + following[0].num_tokens > max_tokens
     assert cut_by_tokens(data.draw(st.permutations(samples)), max_tokens=max_tokens) == batches
+
+
+@given(
+    max_tokens=st.integers(1, 10_000),
+    mean=st.floats(0, 5_000),
+    groups=st.lists(st.integers(0, 60), min_size=2, max_size=2).map(sorted),
+)
+def test_taper_stays_in_its_bounds_and_falls_with_the_open_groups(
+    max_tokens: int, mean: float, groups: list[int]
+) -> None:
+    few, many = groups
+    budget = taper_tokens(max_tokens=max_tokens, num_open_groups=few, mean_group_tokens=mean)
+    assert max(1, round(max_tokens / 8)) <= budget <= max_tokens
+    if few == 0:
+        assert budget == max_tokens
+    else:
+        # Never more than what is expected to come, but for the lower bound.
+        assert budget <= max(few * mean + 0.5, round(max_tokens / 8), 1)
+        assert budget <= taper_tokens(max_tokens=max_tokens, num_open_groups=many, mean_group_tokens=mean)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), max_size=30),
+    num_minibatches=st.integers(1, 8),
+    max_tokens=st.integers(1, 60),
+    seed=st.integers(0, 9),
+    data=st.data(),
+)
+def test_g2_a_pass_uses_every_sample_once_in_parts_of_equal_size(
+    sizes: list[int], num_minibatches: int, max_tokens: int, seed: int, data: st.DataObject
+) -> None:
+    samples = [
+        ReadySample(key=SampleKey(0, 0, place, AgentName("a"), 0, 0), num_tokens=size)
+        for place, size in enumerate(sizes)
+    ]
+    updates = cut_into_updates(samples, num_minibatches=num_minibatches, max_tokens=max_tokens, rng=HashRng(seed))
+    used = [sample.key for batches in updates for batch in batches for sample in batch]
+    assert sorted(used) == [sample.key for sample in samples]
+    assert len(updates) == min(num_minibatches, len(samples))
+    part_sizes = [sum(len(batch) for batch in batches) for batches in updates]
+    assert part_sizes == sorted(part_sizes, reverse=True)
+    assert max(part_sizes, default=0) - min(part_sizes, default=0) <= 1
+    for batches in updates:
+        assert cut_by_tokens([sample for batch in batches for sample in batch], max_tokens=max_tokens) == batches
+    # The order in which samples became ready does not matter.
+    shuffled = data.draw(st.permutations(samples))
+    again = cut_into_updates(shuffled, num_minibatches=num_minibatches, max_tokens=max_tokens, rng=HashRng(seed))
+    assert again == updates
 
 
 # --- allocation -------------------------------------------------------------------------------------------------------
@@ -170,75 +227,108 @@ def test_allocation_gives_a_slot_to_one_policy_and_suspends_only_the_idle(
 
 @dataclass
 class ModelPolicy:
-    """A policy of the closed loop: it gets work, holds a slot, works, idles, leaves."""
+    """A policy of the closed loop: it gets work, holds a slot, works, seals, updates, idles, leaves."""
 
     name: PolicyName
-    backlog: int = 0
+    has_passes: bool
+    """Its samples wait for the end of the step, and are then worked through in one go."""
+    samples: int = 0
+    scores: int = 0
+    must_update: bool = False
+    is_unsealed: bool = False
     slot: int | None = None
     busy_for: int = 0
     leaving_for: int = 0
     waiting_since: int = 0
     waits: list[int] = field(default_factory=list)
 
-    def demand(self, now: int) -> PolicyDemand:
+    def demand(self, now: int, *, is_step_over: bool) -> PolicyDemand:
+        may_train = is_step_over or not self.has_passes
         return PolicyDemand(
             policy=self.name,
-            num_backlog_tokens=self.backlog,
-            is_needed=False,
+            num_backlog_tokens=self.scores + (self.samples if may_train else 0),
+            is_needed=self.must_update and is_step_over,
             waiting_s=float(now - self.waiting_since) if self.slot is None else 0.0,
             slot=self.slot,
             is_idle=self.slot is not None and self.busy_for == 0 and self.leaving_for == 0,
             is_leaving=self.leaving_for > 0,
         )
 
+    def take(self, tokens: int, now: int, *, is_score: bool) -> None:
+        if not self.demand(now, is_step_over=False).wants_slot and self.slot is None:
+            self.waiting_since = now
+        if is_score:
+            self.scores += tokens
+        else:
+            self.samples += tokens
+            self.must_update = True
+
+    def suspend(self) -> None:
+        """Seal first, which keeps it busy; when it is asked again, leave."""
+        if self.is_unsealed:
+            self.is_unsealed = False
+            self.busy_for = 1
+        else:
+            self.leaving_for = 2
+
+    def work(self, now: int, *, is_step_over: bool) -> None:
+        """One turn: score, else train, else update."""
+        if self.leaving_for:
+            self.leaving_for -= 1
+            if self.leaving_for == 0:
+                self.slot = None
+                self.waiting_since = now
+        elif self.busy_for:
+            self.busy_for -= 1
+        elif self.slot is not None and self.scores:
+            self.scores = 0
+            self.busy_for = 1
+        elif self.slot is not None and self.samples and (is_step_over or not self.has_passes):
+            self.samples = 0
+            self.busy_for = 2 if self.has_passes else 1
+            self.is_unsealed = not self.has_passes
+            self.must_update = not self.has_passes
+        elif self.slot is not None and self.must_update and is_step_over and not self.samples:
+            self.busy_for = 1
+            self.must_update = self.is_unsealed = False
+
 
 MAX_ARRIVAL = 50
 
 
 @given(
-    num_policies=st.integers(1, 4),
+    passes=st.lists(st.booleans(), min_size=1, max_size=4),
     num_slots=st.integers(1, 3),
-    arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(1, MAX_ARRIVAL)), max_size=30),
+    arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(1, MAX_ARRIVAL), st.booleans()), max_size=30),
 )
 def test_g7_in_a_closed_loop_all_work_is_done_and_nobody_starves(
-    num_policies: int, num_slots: int, arrivals: list[tuple[int, int]]
+    passes: list[bool], num_slots: int, arrivals: list[tuple[int, int, bool]]
 ) -> None:
-    policies = [ModelPolicy(PolicyName(f"p{number}")) for number in range(num_policies)]
+    policies = [ModelPolicy(PolicyName(f"p{number}"), has_passes) for number, has_passes in enumerate(passes)]
     pending = list(arrivals)
-    last = len(arrivals)
-    for now in range(20 * len(arrivals) + 20 * num_policies):
+    for now in range(20 * len(arrivals) + 40 * len(policies)):
         if pending:
-            place, tokens = pending.pop()
-            policy = policies[place % num_policies]
-            if policy.backlog == 0 and policy.slot is None:
-                policy.waiting_since = now
-            policy.backlog += tokens
-        for decision in allocate_largest_backlog([p.demand(now) for p in policies], num_slots=num_slots):
+            place, tokens, is_score = pending.pop()
+            policies[place % len(policies)].take(tokens, now, is_score=is_score)
+        is_step_over = not pending
+        if now == max(len(arrivals) - 1, 0):
+            for policy in policies:
+                if not policy.demand(now, is_step_over=False).wants_slot:
+                    policy.waiting_since = now  # only now may it want one
+        demands = [policy.demand(now, is_step_over=is_step_over) for policy in policies]
+        for decision in allocate_largest_backlog(demands, num_slots=num_slots):
             policy = next(p for p in policies if p.name == decision.policy)
             if decision.action is SlotAction.ACTIVATE:
                 assert decision.slot not in [p.slot for p in policies]
                 policy.slot = decision.slot
                 policy.waits.append(now - policy.waiting_since)
             else:
-                policy.leaving_for = 2
+                policy.suspend()
         for policy in policies:
-            _advance(policy, now)
-        if not pending and not any(p.backlog for p in policies):
+            policy.work(now, is_step_over=is_step_over)
+        if is_step_over and not any(p.samples or p.scores or p.must_update for p in policies):
             break
-    assert not any(policy.backlog for policy in policies)
-    # A policy works off its backlog while it holds a slot (2 turns), then idles and leaves (3): nobody waits longer
-    # than all arrivals and one such round of every policy take.
-    assert max((wait for p in policies for wait in p.waits), default=0) <= 3 * last + 6 * num_policies
-
-
-def _advance(policy: ModelPolicy, now: int) -> None:
-    if policy.leaving_for:
-        policy.leaving_for -= 1
-        if policy.leaving_for == 0:
-            policy.slot = None
-            policy.waiting_since = now
-    elif policy.busy_for:
-        policy.busy_for -= 1
-    elif policy.slot is not None and policy.backlog:
-        policy.backlog = 0
-        policy.busy_for = 1
+    assert not any(policy.samples or policy.scores or policy.must_update for policy in policies)
+    # A policy works while it holds a slot, then idles, seals (2 turns) and leaves (3): nobody waits longer than all
+    # arrivals and some such rounds of every policy take.
+    assert max((wait for p in policies for wait in p.waits), default=0) <= 3 * len(arrivals) + 12 * len(policies)

@@ -13,7 +13,7 @@ Source: DeepSeekMath (Shao et al. 2024), section 4.1.2, for one reward per outpu
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexmarl.config import AlgorithmConfig
 from flexmarl.core.errors import InvariantError
@@ -70,16 +70,34 @@ def group_advantages(rewards: Sequence[float], *, scale: str) -> list[float]:
     """Return each reward minus the mean of the group and, for scale `std`, divided by its standard deviation plus 1e-6.
 
     The standard deviation is that of a sample (n - 1), as in TRL and verl. Equal rewards, and a single one, give zeros.
+    Scale `batch_std` leaves the division to `scale_by_batch`.
     """
     if len(rewards) < 2 or min(rewards) == max(rewards):
         # Decided by comparison: the mean of equal floats need not equal them, and eps would be all of the divisor.
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
     deviations = [reward - mean for reward in rewards]
-    if scale == "none":
+    if scale != "std":
         return deviations
     std = math.sqrt(math.fsum(deviation * deviation for deviation in deviations) / (len(rewards) - 1))
     return [deviation / (std + STD_EPS) for deviation in deviations]
+
+
+def scale_by_batch(values: Sequence[AdvantageValue]) -> list[AdvantageValue]:
+    """Return advantages divided by their standard deviation (n - 1) over all trained samples of a policy's step.
+
+    Source: REINFORCE++ (Hu et al. 2025), section 3.2, on advantages that are group means already subtracted.
+    """
+    if len(values) < 2:
+        return list(values)
+    mean = math.fsum(value.advantage for value in values) / len(values)
+    std = math.sqrt(math.fsum((value.advantage - mean) ** 2 for value in values) / (len(values) - 1))
+    return [replace(value, advantage=value.advantage / (std + STD_EPS)) for value in values]
+
+
+def has_signal(closing: "QueryClosing") -> bool:
+    """Return whether a gradient can come from a query: some advantage is not zero."""
+    return any(value.advantage != 0.0 for values in closing.values.values() for value in values)
 
 
 def close_query(
@@ -88,6 +106,7 @@ def close_query(
     *,
     config: Mapping[PolicyName, AlgorithmConfig],
     policy_of: Mapping[AgentName, PolicyName],
+    penalties: Mapping[SampleKey, float] | None = None,
 ) -> QueryClosing:
     """Return advantages and masks of every turn of one query whose trajectories have all ended.
 
@@ -96,6 +115,7 @@ def close_query(
         outcomes: One per trajectory that did not fail.
         config: Algorithm settings of each policy.
         policy_of: The policy of each agent.
+        penalties: What the reward of a turn, and with it that of its agent, is lowered by before the comparison.
 
     Raises:
         InvariantError: outcomes of several queries, a turn that is missing or in no outcome, or a reward that is
@@ -109,7 +129,7 @@ def close_query(
         for key in outcome.turns:
             acting[policy_of[key.agent]].append(key)
         for policy, keys in acting.items():
-            by_policy[policy].extend(_members(keys, outcome, policy, config[policy]))
+            by_policy[policy].extend(_members(keys, outcome, policy, config[policy], penalties or {}))
     values: dict[PolicyName, tuple[AdvantageValue, ...]] = {}
     masked: dict[PolicyName, tuple[MaskedSample, ...]] = {}
     for policy, members in sorted(by_policy.items()):
@@ -132,12 +152,20 @@ def _check(outcomes: Sequence[OutcomeRecord], truncated: Mapping[SampleKey, bool
 
 
 def _members(
-    keys: Sequence[SampleKey], outcome: OutcomeRecord, policy: PolicyName, config: AlgorithmConfig
+    keys: Sequence[SampleKey],
+    outcome: OutcomeRecord,
+    policy: PolicyName,
+    config: AlgorithmConfig,
+    penalties: Mapping[SampleKey, float],
 ) -> list[_Member]:
     """Return the turns of one policy in one trajectory with their groups and rewards."""
     own = {item.key: _finite(item.reward, item.key) for item in outcome.turn_rewards}
     agents = sorted({key.agent for key in keys})
-    rewards = {agent: _agent_reward(agent, outcome) for agent in agents}
+    given = {agent: _agent_reward(agent, outcome) for agent in agents}
+    rewards = {
+        agent: given[agent] - math.fsum(penalties.get(key, 0.0) for key in keys if key.agent == agent)
+        for agent in agents
+    }
     match config.group_key:
         case "agent":
             return [_Member(key=key, group=(key.agent,), reward=rewards[key.agent]) for key in keys]
@@ -146,7 +174,11 @@ def _members(
             return [_Member(key=key, group=(policy,), reward=mean) for key in keys]
         case "agent_turn":
             return [
-                _Member(key=key, group=(key.agent, key.branch, key.turn), reward=own.get(key, rewards[key.agent]))
+                _Member(
+                    key=key,
+                    group=(key.agent, key.branch, key.turn),
+                    reward=own.get(key, given[key.agent]) - penalties.get(key, 0.0),
+                )
                 for key in keys
             ]
 

@@ -6,10 +6,12 @@ A rule sees only its arguments, returns a decision and acts on nothing; every or
 from flexmarl.scheduling.admission import admit_first_come
 from flexmarl.scheduling.allocation import PolicyDemand, SlotAction, SlotDecision, allocate_largest_backlog
 from flexmarl.scheduling.dispatch import InstanceLoad, dispatch_least_loaded
-from flexmarl.scheduling.micro_batches import ReadySample, cut_by_tokens
+from flexmarl.scheduling.micro_batches import ReadySample, cut_by_tokens, cut_in_order, cut_into_updates, taper_tokens
+from flexmarl.scheduling.phases import PipelineRule
 
 __all__ = [
     "InstanceLoad",
+    "PipelineRule",
     "PolicyDemand",
     "ReadySample",
     "SlotAction",
@@ -17,5 +19,8 @@ __all__ = [
     "admit_first_come",
     "allocate_largest_backlog",
     "cut_by_tokens",
+    "cut_in_order",
+    "cut_into_updates",
     "dispatch_least_loaded",
+    "taper_tokens",
 ]

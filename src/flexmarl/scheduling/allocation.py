@@ -16,7 +16,7 @@ class PolicyDemand:
 
     policy: PolicyName
     num_backlog_tokens: int
-    """Tokens of its ready samples; 0 with `is_needed` False means it wants no slot."""
+    """Tokens of its ready samples and of turns to score; 0 with `is_needed` False means it wants no slot."""
     is_needed: bool
     """It must run although it may have no sample: to publish, seal or update."""
     waiting_s: float
@@ -26,6 +26,11 @@ class PolicyDemand:
     """It holds a slot and does nothing there."""
     is_leaving: bool = False
     """Its suspension has begun."""
+
+    @property
+    def wants_slot(self) -> bool:
+        """It has work."""
+        return self.num_backlog_tokens > 0 or self.is_needed
 
 
 class SlotAction(StrEnum):
@@ -55,14 +60,14 @@ def allocate_largest_backlog(
     """
     taken = {demand.slot for demand in demands if demand.slot is not None}
     free = [slot for slot in range(num_slots) if slot not in taken]
-    waiting = [d for d in demands if d.slot is None and (d.num_backlog_tokens > 0 or d.is_needed)]
+    waiting = [d for d in demands if d.slot is None and d.wants_slot]
     waiting.sort(key=lambda d: (-(d.num_backlog_tokens + ageing_tokens_per_s * d.waiting_s), d.policy))
     decisions = [
         SlotDecision(policy=d.policy, slot=slot, action=SlotAction.ACTIVATE, reason=f"backlog {d.num_backlog_tokens}")
         for slot, d in zip(free, waiting, strict=False)
     ]
     num_unserved = len(waiting) - len(decisions) - sum(d.is_leaving for d in demands)
-    idle = [d for d in demands if d.slot is not None and d.is_idle and d.num_backlog_tokens == 0 and not d.is_needed]
+    idle = [d for d in demands if d.slot is not None and d.is_idle and not d.wants_slot]
     for demand in sorted(idle, key=lambda d: d.policy)[: max(0, num_unserved)]:
         assert demand.slot is not None
         decisions.append(

@@ -18,10 +18,11 @@ T = TypeVar("T")
 class Incarnation:
     """The process of a policy, or none; its identity, and what it is busy with."""
 
-    def __init__(self, policy: PolicyName, seams: TrainingSeams) -> None:
-        """Start nothing yet."""
+    def __init__(self, policy: PolicyName, seams: TrainingSeams, on_free: Callable[[], None]) -> None:
+        """Start nothing yet; `on_free` is called when a store operation has ended."""
         self._policy = policy
         self._seams = seams
+        self._on_free = on_free
         self._handle: WorkerHandle | None = None
         self._timer: Timer | None = None
         self.number = 0
@@ -80,5 +81,6 @@ class Incarnation:
             if self.number == number:
                 self.busy_with = None
                 then(result)
+                self._on_free()
 
         self._seams.inbox.start(f"store.{name}", work, done)

@@ -1,56 +1,150 @@
-"""Names of the metrics that training backends report, and how those of several micro-batches become one.
+"""Names of the metrics that process groups report, and how those of several micro-batches become one.
 
-A name that ends in `_sum` adds up; one that ends in `_max` keeps the largest. Means are formed by who reports a step,
-from sums over the whole step.
+A name that ends in `_sum` adds up; one that ends in `_max` keeps the largest; there are no others. What belongs to
+single samples or tokens is reported per agent, as `agent.<agent>.<name>`, each pass over a sample counted; a policy's
+own figure is that of its agents together. Means are formed once, by `step_metrics`, from sums over the whole step.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from flexmarl.core.errors import InvariantError
-from flexmarl.core.records import Denominators
+from flexmarl.core.ids import AgentName
+from flexmarl.core.records import Sample
 
+TRAINED_TOKENS_SUM: Final = "trained_tokens_sum"
+"""Response tokens with loss."""
+TRAINED_SAMPLES_SUM: Final = "trained_samples_sum"
+"""Samples."""
+REWARD_SUM: Final = "reward_sum"
+"""Over samples: the reward compared within the group."""
+STALENESS_SUM: Final = "staleness_sum"
+"""Over samples: version being trained minus the oldest version that generated a token."""
+STALENESS_MAX: Final = "staleness_max"
+"""The largest staleness of a sample."""
 LOGPROB_SUM: Final = "logprob_sum"
 """Over tokens: log-probs under the trained weights; its mean, negated, estimates the entropy per token."""
 LOGPROB_GAP_SUM: Final = "logprob_gap_sum"
 """Over tokens: |log-prob recorded at rollout - log-prob under the trained weights|."""
 LOGPROB_GAP_MAX: Final = "logprob_gap_max"
 """The largest such gap of a token."""
-REWARD_SUM: Final = "reward_sum"
-"""Over samples: the reward compared within the group."""
+MISMATCH_KL_SUM: Final = "mismatch_kl_sum"
+"""Over tokens: k3 estimate of KL(mu || pi) between the generating and the trained policy."""
+IMPORTANCE_WEIGHT_SUM: Final = "importance_weight_sum"
+"""Over tokens: importance weight after truncation; with a correction only."""
+IMPORTANCE_TRUNCATED_SUM: Final = "importance_truncated_sum"
+"""Tokens whose importance weight was over `correction_cap`; with a correction only."""
+CLIPPED_SUM: Final = "clipped_sum"
+"""Tokens that PPO's clipping left without gradient; with several updates only."""
+REFERENCE_KL_SUM: Final = "reference_kl_sum"
+"""Over tokens: k3 estimate of KL(pi || ref); with a reference model only."""
 COMPUTED_TOKENS_SUM: Final = "computed_tokens_sum"
-"""Tokens that went through the model: prompts, responses and padding."""
-GRAD_NORM: Final = "grad_norm"
-"""Of an update: global gradient norm after normalisation, before clipping."""
-LEARNING_RATE: Final = "learning_rate"
-"""Of an update."""
+"""Of the policy: tokens that went through the model: prompts, responses and padding."""
+NUM_UPDATES_SUM: Final = "num_updates_sum"
+"""Of the policy: optimizer updates."""
+GRAD_NORM_SUM: Final = "grad_norm_sum"
+"""Over updates: global gradient norm after normalisation, before clipping."""
+LEARNING_RATE_SUM: Final = "learning_rate_sum"
+"""Over updates."""
+
+_AGENT = "agent."
+_MEANS: Final = {
+    LOGPROB_SUM: ("entropy", TRAINED_TOKENS_SUM, -1.0),
+    LOGPROB_GAP_SUM: ("logprob_gap_mean", TRAINED_TOKENS_SUM, 1.0),
+    MISMATCH_KL_SUM: ("mismatch_kl_mean", TRAINED_TOKENS_SUM, 1.0),
+    IMPORTANCE_WEIGHT_SUM: ("importance_weight_mean", TRAINED_TOKENS_SUM, 1.0),
+    IMPORTANCE_TRUNCATED_SUM: ("importance_truncated_frac", TRAINED_TOKENS_SUM, 1.0),
+    CLIPPED_SUM: ("clipped_frac", TRAINED_TOKENS_SUM, 1.0),
+    REFERENCE_KL_SUM: ("reference_kl_mean", TRAINED_TOKENS_SUM, 1.0),
+    REWARD_SUM: ("reward_mean", TRAINED_SAMPLES_SUM, 1.0),
+    STALENESS_SUM: ("staleness_mean", TRAINED_SAMPLES_SUM, 1.0),
+    GRAD_NORM_SUM: ("grad_norm", NUM_UPDATES_SUM, 1.0),
+    LEARNING_RATE_SUM: ("learning_rate", NUM_UPDATES_SUM, 1.0),
+}
+"""Reported name, what the sum is divided by, and the sign."""
 
 
-def step_metrics(sums: Mapping[str, float], denominators: Denominators) -> dict[str, float]:
-    """Return what is reported of a policy's step: means over its trained tokens or samples, extremes as they are."""
-    over_tokens = {LOGPROB_GAP_SUM: ("logprob_gap_mean", 1.0), LOGPROB_SUM: ("entropy", -1.0)}
-    metrics = {}
-    for name, value in sums.items():
-        if name in over_tokens:
-            mean_name, sign = over_tokens[name]
-            metrics[mean_name] = sign * value / max(denominators.num_tokens, 1)
-        elif name == REWARD_SUM:
-            metrics["reward_mean"] = value / max(denominators.num_samples, 1)
-        else:
-            metrics[name.removesuffix("_sum")] = value
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """What is reported of one policy's step."""
+
+    policy: Mapping[str, float]
+    agents: Mapping[AgentName, Mapping[str, float]]
+    """Of each agent with a trained sample."""
+
+
+def agent_metric(agent: AgentName, name: str) -> str:
+    """Return the name of an agent's metric."""
+    return f"{_AGENT}{agent}.{name}"
+
+
+def sample_metrics(samples: Sequence[Sample], policy_version: int) -> dict[str, float]:
+    """Return the metrics of samples that need no model, by agent.
+
+    Raises:
+        InvariantError: a sample is newer than the version being trained.
+    """
+    metrics: dict[str, float] = {}
+    by_agent: dict[AgentName, list[Sample]] = {}
+    for sample in samples:
+        by_agent.setdefault(sample.turn.key.agent, []).append(sample)
+    for agent, members in sorted(by_agent.items()):
+        staleness = [policy_version - sample.turn.policy_version for sample in members]
+        if min(staleness) < 0:
+            newest = members[staleness.index(min(staleness))].turn
+            raise InvariantError(
+                f"{newest.key} was generated by version {newest.policy_version}, but version {policy_version} is "
+                "trained"
+            )
+        values = {
+            TRAINED_TOKENS_SUM: float(sum(len(sample.turn.response_tokens) for sample in members)),
+            TRAINED_SAMPLES_SUM: float(len(members)),
+            REWARD_SUM: math.fsum(sample.reward for sample in members),
+            STALENESS_SUM: float(sum(staleness)),
+            STALENESS_MAX: float(max(staleness)),
+        }
+        metrics.update((agent_metric(agent, name), value) for name, value in values.items())
     return metrics
 
 
 def combine_metrics(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of two sets of samples as those of their union."""
+    """Return the metrics of two sets of samples, or of two updates, as those of both."""
     combined = dict(first)
     for name, value in second.items():
-        if name not in combined:
-            combined[name] = value
-        elif name.endswith("_sum"):
-            combined[name] += value
+        if name.endswith("_sum"):
+            combined[name] = combined.get(name, 0.0) + value
         elif name.endswith("_max"):
-            combined[name] = max(combined[name], value)
+            combined[name] = max(combined.get(name, value), value)
         else:
             raise InvariantError(f"metric {name!r} cannot be combined: its name ends in neither _sum nor _max")
     return combined
+
+
+def step_metrics(metrics: Mapping[str, float]) -> StepMetrics:
+    """Return what is reported of a policy's step, from its metrics combined: means over tokens, samples or updates."""
+    policy: dict[str, float] = {}
+    agents: dict[AgentName, dict[str, float]] = {}
+    for name, value in metrics.items():
+        if name.startswith(_AGENT):
+            agent, _, own = name.removeprefix(_AGENT).rpartition(".")
+            agents.setdefault(AgentName(agent), {})[own] = value
+        else:
+            policy[name] = value
+    for _, values in sorted(agents.items()):
+        policy = combine_metrics(policy, values)
+    return StepMetrics(
+        policy=_reported(policy), agents={agent: _reported(values) for agent, values in sorted(agents.items())}
+    )
+
+
+def _reported(sums: Mapping[str, float]) -> dict[str, float]:
+    found = {}
+    for name, value in sums.items():
+        if name in _MEANS:
+            mean, count, sign = _MEANS[name]
+            found[mean] = sign * value / max(sums.get(count, 0.0), 1.0)
+        else:
+            found[name.removesuffix("_sum")] = value
+    return found

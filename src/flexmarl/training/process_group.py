@@ -4,10 +4,12 @@ Invariants:
     Every command is answered by exactly one fact, in order; what cannot be answered raises and ends the process.
     A micro-batch is added to the gradient cache once, however often its command arrives.
     An update divides by what this process counted *and* the orchestrator counted, or does not happen.
+    After an update the cache is empty: the samples of one step may come again for its next update.
+    No sample is newer than the version being trained.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,12 +25,15 @@ from flexmarl.core.messages import (
     CacheSealed,
     GradientAccumulated,
     PublishState,
+    Score,
+    Scored,
     SealCache,
     StatePublished,
     UpdateApplied,
 )
 from flexmarl.core.protocols import Clock, ServiceStep, TrainingBackend, WorkerContext
-from flexmarl.core.records import Denominators
+from flexmarl.core.records import Denominators, TurnRow
+from flexmarl.training.metrics import combine_metrics, sample_metrics
 
 
 class DigestingBackend(TrainingBackend, Protocol):
@@ -97,6 +102,8 @@ class ProcessGroupService:
                 return self._activate(command)
             case AccumulateGradient():
                 return self._accumulate(command)
+            case Score():
+                return self._score(command)
             case SealCache():
                 counted = self._backend.seal(command.object_key)
                 self._expect(counted, "the sealed cache")
@@ -139,6 +146,7 @@ class ProcessGroupService:
                 raise InvariantError(f"micro-batch {command.micro_batch_id} came again with other samples")
             return _Answer(fact=known.fact)
         self._check_samples(command, keys)
+        own_metrics = sample_metrics(command.samples, command.policy_version)
         start_s = self._clock.now_s()
         result = self._backend.accumulate(command.samples)
         self._denominators = self._denominators.plus(result.denominators)
@@ -146,7 +154,7 @@ class ProcessGroupService:
             policy=self._policy,
             micro_batch_id=command.micro_batch_id,
             denominators=result.denominators,
-            metrics=result.metrics,
+            metrics=combine_metrics(result.metrics, own_metrics),
             duration_s=self._clock.now_s() - start_s + result.cost_s,
         )
         self._processed[command.micro_batch_id] = _Processed(keys=keys, fact=fact)
@@ -154,20 +162,40 @@ class ProcessGroupService:
         return _Answer(fact=fact, cost_s=result.cost_s)
 
     def _check_samples(self, command: AccumulateGradient, keys: tuple[SampleKey, ...]) -> None:
-        for sample in command.samples:
-            if sample.turn.policy != self._policy:
-                raise InvariantError(f"{sample.turn.key} belongs to {sample.turn.policy}, not to {self._policy}")
+        self._check_policy([sample.turn for sample in command.samples])
         repeated = self._keys.intersection(keys)
         if repeated or not keys or len(set(keys)) < len(keys):
             what = f"repeats {min(repeated)}, which is in the cache" if repeated else f"has the keys {keys[:4]}"
             raise InvariantError(f"micro-batch {command.micro_batch_id} of {self._policy} {what}")
 
+    def _check_policy(self, turns: Sequence[TurnRow]) -> None:
+        for turn in turns:
+            if turn.policy != self._policy:
+                raise InvariantError(f"{turn.key} belongs to {turn.policy}, not to {self._policy}")
+
+    def _score(self, command: Score) -> _Answer:
+        self._check_policy(command.turns)
+        start_s = self._clock.now_s()
+        result = self._backend.score(command.column, command.turns)
+        fact = Scored(
+            policy=self._policy,
+            score_id=command.score_id,
+            column=command.column,
+            values=result.values,
+            duration_s=self._clock.now_s() - start_s + result.cost_s,
+        )
+        return _Answer(fact=fact, cost_s=result.cost_s)
+
     def _update(self, command: ApplyUpdate) -> _Answer:
+        if (command.state_key is None) != (command.weights_key is None):
+            raise InvariantError(f"an update publishes both or none, got {command.state_key} and {command.weights_key}")
         self._expect(command.denominators, f"the update to version {command.policy_version}")
         start_s = self._clock.now_s()
         result = self._backend.update(command.denominators)
         self._forget_cache()
-        digest = self._backend.publish(state=command.state_key, weights=command.weights_key)
+        digest = ""
+        if command.state_key is not None and command.weights_key is not None:
+            digest = self._backend.publish(state=command.state_key, weights=command.weights_key)
         fact = UpdateApplied(
             policy=self._policy,
             policy_version=command.policy_version,
@@ -194,7 +222,8 @@ def build_process_group(context: WorkerContext, options: Mapping[str, Any]) -> P
 
     Args:
         context: What the runtime gives a worker.
-        options: `policy`, `model_folder`, `seed`, and `backend`, `algorithm`, `optimizer` as plain configuration.
+        options: `policy`, `model_folder`, `reference_folder` ("" when nothing needs a reference model), `seed`, and
+            `backend`, `algorithm`, `optimizer` as plain configuration.
     """
     policy = PolicyName(options["policy"])
     kind = options["backend"].get("kind", "torch")
@@ -224,4 +253,5 @@ def _build_torch(context: WorkerContext, options: Mapping[str, Any]) -> Digestin
         config=TorchTrainingConfig.model_validate(options["backend"]),
         algorithm=AlgorithmConfig.model_validate(options["algorithm"]),
         optimizer=OptimizerConfig.model_validate(options["optimizer"]),
+        reference_folder=Path(options["reference_folder"]) if options["reference_folder"] else None,
     )

@@ -1,16 +1,12 @@
-"""What the training engine keeps of a policy: its state between steps, its gradient within one, its newest update."""
+"""What the training engine keeps of a policy between steps, and what all of its parts work with."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from flexmarl.config import TrainingConfig
-from flexmarl.core.ids import ObjectKey, PolicyName, SampleKey
-from flexmarl.core.messages import ApplyUpdate, SealCache
-from flexmarl.core.protocols import EventSink, ExperienceStore, Inbox, Lease, Runtime
-from flexmarl.core.records import Denominators, Seal
-from flexmarl.scheduling import ReadySample, cut_by_tokens
-from flexmarl.training.metrics import combine_metrics
+from flexmarl.core.ids import ObjectKey, PolicyName
+from flexmarl.core.protocols import EventSink, ExperienceStore, Inbox, Runtime
+from flexmarl.core.records import Denominators
 
 
 class TrainerState(Enum):
@@ -41,8 +37,15 @@ class PolicyUpdate:
     weights_key: ObjectKey
     digest: str
     denominators: Denominators
+    """Over the step's trained samples, each counted once."""
     micro_batches: tuple[str, ...]
+    """In the order in which their gradients were added."""
+    update_sizes: tuple[int, ...] = ()
+    """Number of micro-batches of each optimizer update, in order."""
+    num_passes: int = 1
+    """How often each sample was used."""
     metrics: dict[str, float]
+    """Combined over micro-batches and updates; `metrics.step_metrics` forms what is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,86 +57,60 @@ class TrainingSeams:
     inbox: Inbox
     events: EventSink
     store: ExperienceStore
+    run_seed: int
+    max_staleness: int
+    """Versions that a trained token may be older than the weights that it trains."""
 
 
 @dataclass(slots=True, kw_only=True)
-class GradientProgress:
-    """Where the gradient of one policy's step stands."""
+class PolicyStanding:
+    """The newest weights of a policy."""
 
-    step: int = 0
-    ready: dict[SampleKey, ReadySample] = field(default_factory=dict)
-    ever_leased: dict[SampleKey, ReadySample] = field(default_factory=dict)
-    """A death gives some of them back."""
-    num_leases: int = 0
-    """For micro-batch ids that are never used twice."""
-    seal: Seal | None = None
-    unsealed: list[str] = field(default_factory=list)
-    denominators: Denominators = field(default_factory=Denominators)
-    metrics: dict[str, float] = field(default_factory=dict)
-    sealed_metrics: dict[ObjectKey, dict[str, float]] = field(default_factory=dict)
-    """The metrics of what each seal holds."""
-    num_deaths: dict[SampleKey | str, int] = field(default_factory=dict)
-    """How often a process group has died while it worked on a sample, or on a command that has none."""
+    policy: PolicyName
+    weights_version: int = 0
+    state_key: ObjectKey | None = None
+    """Where an incarnation begins; None takes the policy's model folder."""
+    digest: str = ""
+    must_publish: bool = True
+    """Its state is not yet on the object plane: the run has just begun."""
+    num_seals: int = 0
+    """Over the life of the trainer: numbers of seals are never reused."""
 
-    @property
-    def has_gradient(self) -> bool:
-        """At least one sample is in the gradient cache."""
-        return self.denominators.num_samples > 0
+    def key(self, kind: str, version: int) -> ObjectKey:
+        """Name an object of the policy."""
+        return ObjectKey(kind, self.policy, version)
 
-    @property
-    def num_ready_tokens(self) -> int:
-        """Tokens of the samples that wait."""
-        return sum(sample.num_tokens for sample in self.ready.values())
+    def next_seal_key(self) -> ObjectKey:
+        """Name a seal that has not been used before."""
+        self.num_seals += 1
+        return self.key("seal", self.num_seals)
 
-    def micro_batches(self) -> tuple[str, ...]:
-        """Return the ids of every micro-batch in the gradient cache."""
-        return (*(self.seal.micro_batches if self.seal else ()), *self.unsealed)
+    def published(self, weights_version: int, digest: str) -> None:
+        """State and weights of a version are on the object plane under their keys."""
+        self.weights_version = weights_version
+        self.state_key = self.key("state", weights_version)
+        self.digest = digest
+        self.must_publish = False
 
-    def take_batch(self, *, max_tokens: int) -> tuple[str, tuple[ReadySample, ...]]:
-        """Cut the next micro-batch off the ready samples; return its id within policy and step, and its samples."""
-        batch = cut_by_tokens(list(self.ready.values()), max_tokens=max_tokens)[0]
-        for sample in batch:
-            self.ever_leased[sample.key] = self.ready.pop(sample.key)
-        self.num_leases += 1
-        return f"s{self.step}/m{self.num_leases - 1}", batch
-
-    def add(self, micro_batch_id: str, denominators: Denominators, metrics: Mapping[str, float]) -> None:
-        """Count an acknowledged micro-batch."""
-        self.unsealed.append(micro_batch_id)
-        self.denominators = self.denominators.plus(denominators)
-        self.metrics = combine_metrics(self.metrics, metrics)
-
-    def sealed(self, object_key: ObjectKey, policy: PolicyName) -> Seal:
-        """Return the record of a seal that holds all that is in the cache now."""
-        self.num_deaths.pop(SealCache.__name__, None)
-        self.sealed_metrics[object_key] = dict(self.metrics)
-        return Seal(
-            policy=policy,
-            step=self.step,
-            object_key=object_key,
-            predecessor=self.seal.object_key if self.seal else None,
-            micro_batches=self.micro_batches(),
-            denominators=self.denominators,
+    def as_update(
+        self,
+        *,
+        denominators: Denominators | None = None,
+        micro_batches: tuple[str, ...] = (),
+        update_sizes: tuple[int, ...] = (),
+        num_passes: int = 1,
+        metrics: dict[str, float] | None = None,
+    ) -> PolicyUpdate:
+        """Return the newest weights with what made them; by default nothing did."""
+        return PolicyUpdate(
+            policy=self.policy,
+            weights_version=self.weights_version,
+            state_key=self.key("state", self.weights_version),
+            weights_key=self.key("weights", self.weights_version),
+            digest=self.digest,
+            denominators=denominators or Denominators(),
+            micro_batches=micro_batches,
+            update_sizes=update_sizes,
+            num_passes=num_passes,
+            metrics=metrics or {},
         )
-
-    def died_with(self, lease: Lease | None, command: str | None) -> int:
-        """Count a death while it worked on a lease, or on a command; return the deaths of what has the most.
-
-        Others' progress in between does not count: what died with the update trains its unsealed samples again first.
-        """
-        work: Sequence[SampleKey | str] = ()
-        if lease is not None:
-            work = lease.keys
-        elif command in (SealCache.__name__, ApplyUpdate.__name__):
-            work = (command,)
-        for item in work:
-            self.num_deaths[item] = self.num_deaths.get(item, 0) + 1
-        return max(self.num_deaths.values(), default=0)
-
-    def restart(self, seal: Seal | None, released: Sequence[SampleKey]) -> None:
-        """Go back to what a dead incarnation had sealed; `released` samples are ready again."""
-        self.seal = seal
-        self.unsealed.clear()
-        self.denominators = seal.denominators if seal else Denominators()
-        self.metrics = dict(self.sealed_metrics[seal.object_key]) if seal else {}
-        self.ready.update((key, self.ever_leased[key]) for key in released)

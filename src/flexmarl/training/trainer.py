@@ -1,42 +1,43 @@
-"""One policy's process group as the engine drives it: one command at a time, leases, seals, update, recovery.
+"""One policy's process group as the engine drives it: its life on a slot, one command at a time, and its deaths.
 
+What it works on is said elsewhere: `scoring.py` (forward only, goes first) and the gradient work of a step (`work.py`).
 Invariants (tests name them):
 
-* a sample is leased to one incarnation at a time, and counted once per step;
-* when an incarnation dies, what it had not sealed is ready again, and only that;
-* parameters do not change from the first lease of a step to its update.
+* what an incarnation that has died still reports changes nothing;
+* a process group that dies again and again with the same work ends the run, and the error names the work.
 """
 
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
 
+from flexmarl.config import AlgorithmConfig
 from flexmarl.core.errors import BackendError, InvariantError
-from flexmarl.core.events import MicroBatchLeased, WorkerRestarted
-from flexmarl.core.ids import HolderId, ObjectKey, PolicyName, SampleKey, WorkerId
+from flexmarl.core.events import WorkerRestarted
+from flexmarl.core.ids import PolicyName, WorkerId
 from flexmarl.core.messages import (
-    AccumulateGradient,
     Activate,
     Activated,
-    ApplyUpdate,
     CacheSealed,
     GradientAccumulated,
     PublishState,
-    SealCache,
+    Scored,
     StatePublished,
     UpdateApplied,
     WorkerExited,
     WorkerReady,
 )
-from flexmarl.core.protocols import Lease, WorkerSpec
-from flexmarl.core.records import Sample, Seal
+from flexmarl.core.protocols import WorkerSpec
+from flexmarl.core.records import CommitRecord, TokenColumn, TokenValues, TurnRow
 from flexmarl.scheduling import PolicyDemand, ReadySample
 from flexmarl.training.incarnation import Incarnation
-from flexmarl.training.state import GradientProgress, PolicyState, PolicyUpdate, TrainerState, TrainingSeams
+from flexmarl.training.passes import PassesStep
+from flexmarl.training.replay import ReplayedStep
+from flexmarl.training.scoring import Scoring
+from flexmarl.training.state import PolicyStanding, PolicyState, PolicyUpdate, TrainerState, TrainingSeams
+from flexmarl.training.streamed import StreamedStep
+from flexmarl.training.work import StepWork, Work
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Trainer:
@@ -46,6 +47,7 @@ class Trainer:
         self,
         policy: PolicyName,
         make_spec: Callable[[WorkerId], WorkerSpec],
+        algorithm: AlgorithmConfig,
         seams: TrainingSeams,
         on_change: Callable[[], None],
     ) -> None:
@@ -53,60 +55,67 @@ class Trainer:
         self.policy = policy
         self.state = TrainerState.DORMANT
         self.slot: int | None = None
-        self._process = Incarnation(policy, seams)
-        self.must_publish = True
-        """Its state is not yet on the object plane: the run has just begun."""
         self._make_spec = make_spec
+        self._algorithm = algorithm
         self._seams = seams
         self._on_change = on_change
+        self._standing = PolicyStanding(policy=policy)
+        self._process = Incarnation(policy, seams, self.advance)
+        self._scoring = Scoring(self._process, self._standing, seams)
+        self._step: StepWork = self._new_step(0, may_train=False)
+        self._replay: ReplayedStep | None = None
+        """Takes the place of the step's work, until a step begins."""
         self._num_deaths = 0
         """Since its last finished command; to load its state is no progress."""
         self._waiting_since_s = 0.0
-        self._state_key: ObjectKey | None = None
-        self._weights_version = 0
-        self._digest = ""
-        self._gradient = GradientProgress()
-        self._update: PolicyUpdate | None = None
-        """Of the commit in progress, once it is done."""
-        self._new_version: int | None = None
-        """The version that the commit in progress makes."""
-        self._may_train = False
-        self._lease: Lease | None = None
-        self._num_seals = 0
-        """Over the life of the trainer: numbers of seals are never reused."""
         self._is_closing = False
 
     # --- commands of the engine ---------------------------------------------------------------------------------------
 
     def open(self, state: PolicyState) -> None:
         """Take the state to begin with."""
-        self._state_key = state.state_key
-        self._weights_version = state.weights_version
+        self._standing.state_key = state.state_key
+        self._standing.weights_version = state.weights_version
         self._waiting_since_s = self._seams.runtime.clock.now_s()
 
     def begin_step(self, step: int, *, may_train: bool) -> None:
         """Forget the last step."""
-        self._gradient = GradientProgress(step=step)
-        self._update = None
-        self._new_version = None
-        self._may_train = may_train
+        self._replay = None
+        self._step = self._new_step(step, may_train=may_train)
+
+    def set_open_groups(self, num_open: int) -> None:
+        """So many groups of the step may still close."""
+        self._step.set_open_groups(num_open)
 
     def add_ready(self, samples: list[ReadySample]) -> None:
         """Samples whose group has closed."""
-        if not self._gradient.ready:
-            self._waiting_since_s = self._seams.runtime.clock.now_s()
-        self._gradient.ready.update((sample.key, sample) for sample in samples)
-        self.advance()
+        self._with_more_work(lambda: self._step.add_ready(samples))
 
     def allow_training(self) -> None:
         """All samples of the step are ready (serial mode)."""
-        self._may_train = True
-        self.advance()
+        self._with_more_work(self._step.allow_training)
+
+    def score(
+        self,
+        column: TokenColumn,
+        turns: Sequence[TurnRow],
+        on_done: Callable[[tuple[TokenValues, ...]], None],
+    ) -> None:
+        """Compute a token column, fill it in the store, then call `on_done`."""
+        self._with_more_work(lambda: self._scoring.add(column, turns, on_done))
 
     def update(self, policy_version: int) -> None:
         """Train what is left, then update to `policy_version`."""
-        self._new_version = policy_version
-        self.advance()
+        self._with_more_work(lambda: self._step.finish(policy_version))
+
+    def replay(self, record: CommitRecord) -> None:
+        """Train a committed step again, if it trained this policy."""
+        self.begin_step(record.step, may_train=False)
+        if record.policies[self.policy].micro_batches:
+            self._with_more_work(lambda: self._set_replay(record))
+
+    def _set_replay(self, record: CommitRecord) -> None:
+        self._replay = ReplayedStep(self._process, self._standing, self._seams, record)
 
     def activate(self, slot: int) -> None:
         """Start the process group on a slot."""
@@ -116,8 +125,7 @@ class Trainer:
 
     def suspend(self) -> bool:
         """Give the slot up; False when the gradient cache must be sealed first, which has been started."""
-        if self._gradient.unsealed:
-            self._seal()
+        if not self._work.leave():
             return False
         self.state = TrainerState.SUSPENDING
         self._process.stop()
@@ -127,14 +135,28 @@ class Trainer:
         """Start nothing any more; deaths are expected from now on."""
         self._is_closing = True
 
+    def _new_step(self, step: int, *, may_train: bool) -> StepWork:
+        if self._algorithm.num_epochs * self._algorithm.num_minibatches > 1:
+            return PassesStep(self._process, self._standing, self._seams, self._algorithm, step=step)
+        return StreamedStep(self._process, self._standing, self._seams, step=step, may_train=may_train)
+
+    def _with_more_work(self, add: Callable[[], None]) -> None:
+        if not self.demand().wants_slot:
+            self._waiting_since_s = self._seams.runtime.clock.now_s()
+        add()
+        self.advance()
+
     # --- views --------------------------------------------------------------------------------------------------------
 
     @property
+    def must_publish(self) -> bool:
+        """Its state is not yet on the object plane: the run has just begun."""
+        return self._standing.must_publish
+
+    @property
     def is_step_done(self) -> bool:
-        """The commit in progress has nothing more to do for this policy."""
-        if self._update is not None:
-            return True
-        return not self._gradient.ready and self._process.busy_with is None and not self._gradient.has_gradient
+        """The commit or replay in progress has nothing more to do for this policy."""
+        return self._work.is_done
 
     @property
     def can_be_allocated(self) -> bool:
@@ -145,8 +167,8 @@ class Trainer:
         """Return what an allocation rule sees of it."""
         return PolicyDemand(
             policy=self.policy,
-            num_backlog_tokens=self._gradient.num_ready_tokens if self._may_train else 0,
-            is_needed=self.must_publish or self._must_update,
+            num_backlog_tokens=self._work.num_backlog_tokens + self._scoring.num_backlog_tokens,
+            is_needed=self.must_publish or self._work.is_needed,
             waiting_s=self._seams.runtime.clock.now_s() - self._waiting_since_s,
             slot=self.slot,
             is_idle=self.state is TrainerState.RUNNING and self._process.busy_with is None,
@@ -155,30 +177,11 @@ class Trainer:
 
     def result(self) -> PolicyUpdate:
         """Return the newest state; unchanged when the step had no sample for this policy."""
-        if self._update is not None:
-            return self._update
-        return PolicyUpdate(
-            policy=self.policy,
-            weights_version=self._weights_version,
-            state_key=self._key("state", self._weights_version),
-            weights_key=self._key("weights", self._weights_version),
-            digest=self._digest,
-            denominators=self._gradient.denominators,
-            micro_batches=(),
-            metrics={},
-        )
-
-    def _key(self, kind: str, version: int) -> ObjectKey:
-        return ObjectKey(kind, self.policy, version)
+        return self._work.result()
 
     @property
-    def _must_update(self) -> bool:
-        return (
-            self._new_version is not None
-            and self._update is None
-            and not self._gradient.ready
-            and self._gradient.has_gradient
-        )
+    def _work(self) -> Work:
+        return self._step if self._replay is None else self._replay
 
     # --- facts --------------------------------------------------------------------------------------------------------
 
@@ -188,90 +191,37 @@ class Trainer:
     def _handle(self, worker_id: WorkerId, fact: object) -> None:
         if worker_id != self._process.worker_id:
             return
-        command = self._process.end_command()
+        busy_with = self._process.end_command()
         match fact:
             case WorkerExited():
-                self._exited(fact, command)
+                self._exited(fact, busy_with)
                 return
             case WorkerReady():
-                seal = self._gradient.seal
                 self._process.command(
                     Activate(
                         policy=self.policy,
-                        policy_version=self._weights_version,
-                        state=self._state_key,
-                        seal=seal.object_key if seal else None,
+                        policy_version=self._standing.weights_version,
+                        state=self._standing.state_key,
+                        seal=self._work.seal_key,
                     )
                 )
                 return
             case Activated():
                 self.state = TrainerState.RUNNING
-                self._digest = fact.weights_digest
+                self._standing.digest = fact.weights_digest
             case StatePublished():
-                self.must_publish = False
-                self._state_key = self._key("state", self._weights_version)
-                self._digest = fact.weights_digest
-            case GradientAccumulated():
-                self._acknowledge(fact)
-            case CacheSealed():
-                self._record_seal(fact)
-            case UpdateApplied():
-                self._updated(fact)
+                self._standing.published(self._standing.weights_version, fact.weights_digest)
+            case Scored():
+                self._scoring.take(fact)
+            case GradientAccumulated() | CacheSealed() | UpdateApplied():
+                self._work.take(fact)
             case _:
                 raise InvariantError(f"{worker_id} sent an unexpected {type(fact).__name__}")
         if not isinstance(fact, Activated):
             self._num_deaths = 0
         self.advance()
 
-    def _acknowledge(self, fact: GradientAccumulated) -> None:
-        lease = self._lease
-        if lease is None or lease.micro_batch_id != fact.micro_batch_id:
-            raise InvariantError(f"{self._process.worker_id} reports {fact.micro_batch_id}, leased is {lease}")
-
-        def acknowledged(_: None) -> None:
-            self._lease = None
-            self._gradient.add(fact.micro_batch_id, fact.denominators, fact.metrics)
-
-        self._store_work(f"acknowledge {fact.micro_batch_id}", self._seams.store.acknowledge(lease), acknowledged)
-
-    def _record_seal(self, fact: CacheSealed) -> None:
-        gradient = self._gradient
-        if fact.denominators != gradient.denominators:
-            raise InvariantError(
-                f"{self._process.worker_id} sealed {fact.denominators}, expected {gradient.denominators}"
-            )
-        seal = gradient.sealed(fact.object_key, self.policy)
-
-        def stored(_: None) -> None:
-            self._forget_seal()
-            gradient.seal = seal
-            gradient.unsealed.clear()
-
-        self._store_work(f"seal {fact.object_key}", self._seams.store.seal(self._process.holder, seal), stored)
-
-    def _updated(self, fact: UpdateApplied) -> None:
-        if fact.policy_version != self._new_version:
-            raise InvariantError(
-                f"{self._process.worker_id} made version {fact.policy_version}, not {self._new_version}"
-            )
-        gradient = self._gradient
-        self._weights_version = fact.policy_version
-        self._state_key = self._key("state", fact.policy_version)
-        self._digest = fact.weights_digest
-        self._update = PolicyUpdate(
-            policy=self.policy,
-            weights_version=fact.policy_version,
-            state_key=self._state_key,
-            weights_key=self._key("weights", fact.policy_version),
-            digest=fact.weights_digest,
-            denominators=gradient.denominators,
-            micro_batches=gradient.micro_batches(),
-            metrics={**gradient.metrics, **fact.metrics},
-        )
-        self._forget_seal()
-        gradient.unsealed.clear()
-
-    def _exited(self, fact: WorkerExited, command: str | None) -> None:
+    def _exited(self, fact: WorkerExited, busy_with: str | None) -> None:
         dead_holder = self._process.holder
         was_suspended = self.state is TrainerState.SUSPENDING and fact.is_expected
         self.slot = None
@@ -282,44 +232,18 @@ class Trainer:
             return
         if not was_suspended:
             self._num_deaths += 1
-            of_work = self._gradient.died_with(self._lease, command)
-            if max(self._num_deaths, of_work) >= self._seams.config.max_attempts:
-                self._seams.inbox.fail(self._too_many_deaths(fact.reason, command))
+            work = self._scoring.died() or self._work.died(busy_with)
+            if max(self._num_deaths, work.num_deaths) >= self._seams.config.max_attempts:
+                self._seams.inbox.fail(self._too_many_deaths(fact.reason, work.doing))
                 return
-            logger.warning("%s ended (%s); starting it again from its last seal", dead_holder, fact.reason)
+            logger.warning("%s ended (%s); starting it again", dead_holder, fact.reason)
             self._seams.events.emit(
                 WorkerRestarted(worker=f"trainer-{self.policy}", incarnation=self._process.number, reason=fact.reason)
             )
-            self._lease = None
-            if self._update is None and self._gradient.ever_leased:
-                # An update that is done is kept: its state is on the object plane, and its rows stay acknowledged.
-                self._recover(dead_holder)
+            self._work.recover(dead_holder)
         self._on_change()
 
-    def _recover(self, dead_holder: HolderId) -> None:
-        """Make ready again what the dead incarnation had not sealed."""
-        if self._new_version is not None:
-            # It may have died between publishing and reporting: the next incarnation publishes these keys again.
-            for kind in ("state", "weights"):
-                self._seams.runtime.objects.delete(self._key(kind, self._new_version))
-        gradient = self._gradient
-
-        async def release() -> tuple[list[SampleKey], Seal | None]:
-            keys = await self._seams.store.release(dead_holder)
-            return keys, await self._seams.store.current_seal(self.policy, gradient.step)
-
-        def released(result: tuple[list[SampleKey], Seal | None]) -> None:
-            keys, seal = result
-            gradient.restart(seal, keys)
-
-        self._store_work(f"release {dead_holder}", release(), released)
-
-    def _too_many_deaths(self, reason: str, command: str | None) -> BackendError:
-        lease = self._lease
-        doing = "no micro-batch" if command is None else f"{command} in flight"
-        if lease is not None:
-            rows = ", ".join(str(key) for key in lease.keys[:5])
-            doing = f"micro-batch {lease.micro_batch_id} (rows {rows}{', ...' if len(lease.keys) > 5 else ''})"
+    def _too_many_deaths(self, reason: str, doing: str) -> BackendError:
         limit = self._seams.config.max_attempts
         return BackendError(
             f"the process group of policy {self.policy} ended {limit} times (training.max_attempts={limit}) "
@@ -329,63 +253,16 @@ class Trainer:
     # --- decisions ----------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Give the process group its next command, if it can take one."""
+        """Give the process group its next command, if it can take one: publish, else score, else gradient work."""
         if self.state is TrainerState.RUNNING and self._process.busy_with is None and not self._is_closing:
             if self.must_publish:
-                version = self._weights_version
-                state_key, weights_key = self._key("state", version), self._key("weights", version)
-                self._process.command(PublishState(state_key=state_key, weights_key=weights_key))
-            elif len(self._gradient.unsealed) >= self._seams.config.seal_every:
-                self._seal()
-            elif self._gradient.ready and self._may_train:
-                self._lease_next()
-            elif self._must_update:
-                self._apply_update()
+                version = self._standing.weights_version
+                self._process.command(
+                    PublishState(
+                        state_key=self._standing.key("state", version),
+                        weights_key=self._standing.key("weights", version),
+                    )
+                )
+            elif not self._scoring.advance(is_between_updates=self._work.is_between_updates):
+                self._work.advance()
         self._on_change()
-
-    def _lease_next(self) -> None:
-        name, batch = self._gradient.take_batch(max_tokens=self._seams.config.micro_batch_tokens)
-        micro_batch_id = f"{self.policy}/{name}"
-        keys = tuple(sorted(sample.key for sample in batch))
-        self._seams.events.emit(
-            MicroBatchLeased(
-                policy=self.policy,
-                micro_batch_id=micro_batch_id,
-                keys=keys,
-                num_tokens=sum(sample.num_tokens for sample in batch),
-            )
-        )
-
-        def leased(result: tuple[Lease, list[Sample]]) -> None:
-            self._lease, samples = result
-            self._process.command(AccumulateGradient(micro_batch_id=micro_batch_id, samples=tuple(samples)))
-
-        work = self._seams.store.lease(self.policy, self._process.holder, micro_batch_id, keys)
-        self._store_work(f"lease {micro_batch_id}", work, leased)
-
-    def _seal(self) -> None:
-        self._num_seals += 1
-        self._process.command(SealCache(object_key=self._key("seal", self._num_seals)))
-
-    def _apply_update(self) -> None:
-        assert self._new_version is not None
-        self._process.command(
-            ApplyUpdate(
-                policy_version=self._new_version,
-                denominators=self._gradient.denominators,
-                state_key=self._key("state", self._new_version),
-                weights_key=self._key("weights", self._new_version),
-            )
-        )
-
-    def _forget_seal(self) -> None:
-        if self._gradient.seal is not None:
-            self._seams.runtime.objects.delete(self._gradient.seal.object_key)
-            self._gradient.seal = None
-
-    def _store_work(self, name: str, work: Coroutine[Any, Any, T], then: Callable[[T], None]) -> None:
-        def done(result: T) -> None:
-            then(result)
-            self.advance()
-
-        self._process.store_work(name, work, done)

@@ -1,10 +1,21 @@
-"""The chunked loss beside the plain computation."""
+"""The chunked loss beside the plain computation, and the terms of a token beside their plain formulas."""
+
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from flexmarl.algorithms.losses import TokenLoss, policy_gradient_loss, projected_loss
+from flexmarl.algorithms import importance_weight, is_clipped, k3, token_slope
+from flexmarl.algorithms.losses import (
+    TokenLoss,
+    TokenTerms,
+    policy_gradient_loss,
+    projected_logprobs,
+    projected_loss,
+    token_metrics,
+)
+from flexmarl.config import AlgorithmConfig
 
 pytestmark = pytest.mark.unit
 
@@ -28,7 +39,13 @@ def plain(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperatures_
 def grpo_loss() -> TokenLoss:
     generator = torch.Generator().manual_seed(2)
     advantages_N = torch.randn(N, generator=generator, dtype=torch.float64)
-    return policy_gradient_loss(advantages_N, torch.linspace(0.1, 2.0, N, dtype=torch.float64))
+    return policy_gradient_loss(on_policy(advantages_N, torch.linspace(0.1, 2.0, N)), AlgorithmConfig())
+
+
+def on_policy(advantages_N: Tensor, weights_N: Tensor) -> TokenTerms:
+    return TokenTerms(
+        advantages_N=advantages_N, weights_N=weights_N.double(), rollout_logprobs_N=torch.zeros_like(advantages_N)
+    )
 
 
 def curved_loss(logprobs_C: Tensor, chunk: slice) -> Tensor:
@@ -55,7 +72,8 @@ def test_the_gradient_is_advantage_times_weight_times_that_of_the_logprob() -> N
     arguments = inputs()
     advantages_N = torch.linspace(-1.0, 1.0, N, dtype=torch.float64)
     weights_N = torch.full((N,), 0.25, dtype=torch.float64)
-    loss = projected_loss(*arguments, policy_gradient_loss(advantages_N, weights_N)).loss
+    token_loss = policy_gradient_loss(on_policy(advantages_N, weights_N), AlgorithmConfig())
+    loss = projected_loss(*arguments, token_loss).loss
     expected = -(0.25 * advantages_N * plain(*arguments)).sum()
     torch.testing.assert_close(
         torch.autograd.grad(loss, arguments[:2]), torch.autograd.grad(expected, arguments[:2]), rtol=1e-12, atol=1e-12
@@ -76,3 +94,78 @@ def test_a_second_backward_is_refused() -> None:
     loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     with pytest.raises(AttributeError):
         loss.backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, None])
+def test_scored_logprobs_are_the_bits_of_training(chunk_tokens: int | None) -> None:
+    arguments = inputs(torch.float32)
+    trained = projected_loss(*arguments, grpo_loss(), chunk_tokens=chunk_tokens).logprobs_N
+    scored = projected_logprobs(*arguments, chunk_tokens=chunk_tokens)
+    assert torch.equal(scored, trained)
+    assert not scored.requires_grad
+
+
+KINDS = {
+    "on_policy": AlgorithmConfig(),
+    "kl": AlgorithmConfig(kl_coef=0.3),
+    "kl_in_reward": AlgorithmConfig(kl_coef=0.3, kl_in="reward"),
+    "truncated_is": AlgorithmConfig(correction="truncated_is", correction_cap=1.5),
+    "ppo": AlgorithmConfig(num_epochs=2, clip_low=0.1, clip_high=0.3),
+    "everything": AlgorithmConfig(num_minibatches=2, correction="decoupled_ppo", correction_cap=1.2, kl_coef=0.1),
+}
+
+
+def terms_of(config: AlgorithmConfig, *, num: int) -> tuple[TokenTerms, Tensor]:
+    """Random columns, and current log-probs, that make every branch of the loss happen."""
+    generator = torch.Generator().manual_seed(3)
+    pi_N, mu_N, old_N, reference_N = -3 * torch.rand(4, num, generator=generator, dtype=torch.float64)
+    terms = TokenTerms(
+        advantages_N=torch.randn(num, generator=generator, dtype=torch.float64),
+        weights_N=torch.rand(num, generator=generator, dtype=torch.float64),
+        rollout_logprobs_N=mu_N,
+        old_logprobs_N=old_N if config.num_epochs * config.num_minibatches > 1 else None,
+        reference_logprobs_N=reference_N if config.kl_coef > 0 else None,
+    )
+    return terms, pi_N
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_slopes_are_those_of_the_plain_formulas(name: str) -> None:
+    config = KINDS[name]
+    terms, pi_N = terms_of(config, num=400)
+    leaf_N = pi_N.clone().requires_grad_()
+    policy_gradient_loss(terms, config)(leaf_N, slice(None)).sum().backward()  # type: ignore[no-untyped-call]
+    assert leaf_N.grad is not None
+    for n in range(400):
+        expected = token_slope(
+            advantage=terms.advantages_N[n].item(),
+            pi=pi_N[n].item(),
+            mu=terms.rollout_logprobs_N[n].item(),
+            old=None if terms.old_logprobs_N is None else terms.old_logprobs_N[n].item(),
+            reference=None if terms.reference_logprobs_N is None else terms.reference_logprobs_N[n].item(),
+            config=config,
+        )
+        assert -leaf_N.grad[n].item() == pytest.approx(terms.weights_N[n].item() * expected, rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_metrics_are_those_of_the_plain_formulas(name: str) -> None:
+    config = KINDS[name]
+    terms, pi_N = terms_of(config, num=200)
+    found = token_metrics(terms, pi_N, config)
+    is_corrected = config.correction is not None
+    has_old = terms.old_logprobs_N is not None
+    assert ("importance_weight" in found, "clipped" in found) == (is_corrected, has_old)
+    assert ("reference_kl" in found) == (config.kl_coef > 0)
+    for n in range(200):
+        pi, mu = pi_N[n].item(), terms.rollout_logprobs_N[n].item()
+        old = pi if terms.old_logprobs_N is None else terms.old_logprobs_N[n].item()
+        expected = {"logprob": pi, "logprob_gap": abs(pi - mu), "mismatch_kl": k3(pi - mu)}
+        if is_corrected:
+            expected["importance_weight"] = importance_weight(old, mu, config)
+            expected["importance_truncated"] = float(old - mu > math.log(config.correction_cap))
+        if has_old:
+            expected["clipped"] = float(is_clipped(terms.advantages_N[n].item(), math.exp(pi - old), config))
+        if terms.reference_logprobs_N is not None:
+            expected["reference_kl"] = k3(terms.reference_logprobs_N[n].item() - pi)
+        assert {stem: values_N[n].item() for stem, values_N in found.items()} == pytest.approx(expected, abs=1e-12)

@@ -1,5 +1,8 @@
 """Scheduling rules, against cases worked by hand."""
 
+from collections.abc import MutableSequence
+from typing import Any
+
 import pytest
 
 from flexmarl.core.errors import CapacityError
@@ -12,7 +15,10 @@ from flexmarl.scheduling import (
     admit_first_come,
     allocate_largest_backlog,
     cut_by_tokens,
+    cut_in_order,
+    cut_into_updates,
     dispatch_least_loaded,
+    taper_tokens,
 )
 
 pytestmark = pytest.mark.unit
@@ -89,15 +95,17 @@ WAITING = [key(query, trajectory) for query in (7, 3) for trajectory in range(3)
         ({}, 1, None, WAITING[:3]),
         ({}, None, 2, [WAITING[0], WAITING[1], WAITING[3], WAITING[4]]),
         ({}, 1, 1, WAITING[:1]),
-        ({3: 1}, 1, None, WAITING[3:]),
-        ({3: 1}, 1, 2, WAITING[3:4]),
-        ({3: 2}, 2, 2, WAITING[:2]),
-        ({9: 1}, 1, None, []),
-        ({9: 0}, 1, None, WAITING[:3]),
+        ({(0, 3): 1}, 1, None, WAITING[3:]),
+        ({(0, 3): 1}, 1, 2, WAITING[3:4]),
+        ({(0, 3): 2}, 2, 2, WAITING[:2]),
+        ({(0, 9): 1}, 1, None, []),
+        ({(0, 9): 0}, 1, None, WAITING[:3]),
+        ({(1, 3): 1}, 1, None, []),
+        ({(1, 3): 2}, None, 2, [WAITING[0], WAITING[1], WAITING[3], WAITING[4]]),
     ],
 )
 def test_admission_by_hand(
-    running: dict[int, int], inter: int | None, intra: int | None, expected: list[TrajectoryKey]
+    running: dict[tuple[int, int], int], inter: int | None, intra: int | None, expected: list[TrajectoryKey]
 ) -> None:
     assert admit_first_come(WAITING, num_running=running, inter_query=inter, intra_query=intra) == expected
 
@@ -116,6 +124,58 @@ def test_cut_fills_the_budget_exactly() -> None:
     batches = cut_by_tokens([ready(n, 5) for n in range(4)], max_tokens=10)
     assert [len(batch) for batch in batches] == [2, 2]
     assert cut_by_tokens([], max_tokens=10) == []
+
+
+def test_cut_in_order_keeps_the_order() -> None:
+    batches = cut_in_order([ready(0, 30), ready(1, 10), ready(2, 70), ready(3, 5)], max_tokens=80)
+    assert [[sample.key.trajectory for sample in batch] for batch in batches] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("num_open", "mean", "expected"),
+    [
+        (0, 0.0, 800),
+        (0, 50.0, 800),
+        (16, 100.0, 800),
+        (8, 100.0, 800),
+        (7, 100.0, 700),
+        (3, 100.4, 301),
+        (1, 100.0, 100),
+        (1, 99.0, 100),
+        (5, 0.0, 100),
+    ],
+)
+def test_taper_by_hand(num_open: int, mean: float, expected: int) -> None:
+    # Never above 800, nor below 800 / 8 = 100; nothing open: all.
+    assert taper_tokens(max_tokens=800, num_open_groups=num_open, mean_group_tokens=mean) == expected
+    assert taper_tokens(max_tokens=1, num_open_groups=num_open, mean_group_tokens=mean) == 1
+
+
+class Reversing:
+    """Randomness that reverses what it shuffles."""
+
+    def random(self) -> float:
+        raise NotImplementedError
+
+    def below(self, limit: int) -> int:
+        raise NotImplementedError
+
+    def shuffle(self, items: MutableSequence[Any]) -> None:
+        items.reverse()
+
+
+def test_updates_are_equal_parts_of_a_shuffle_cut_by_tokens() -> None:
+    samples = [ready(n, 10 * (n + 1)) for n in (2, 0, 1, 4, 3)]
+    updates = cut_into_updates(samples, num_minibatches=2, max_tokens=80, rng=Reversing())
+    # 4, 3, 2 | 1, 0; in the first part 30 + 40 tokens fit together, then 50; in the second all.
+    found = [[[sample.key.trajectory for sample in batch] for batch in batches] for batches in updates]
+    assert found == [[[2, 3], [4]], [[0, 1]]]
+
+
+def test_fewer_samples_than_parts_make_fewer_updates() -> None:
+    updates = cut_into_updates([ready(0, 1), ready(1, 1)], num_minibatches=5, max_tokens=9, rng=Reversing())
+    assert [[len(batch) for batch in batches] for batches in updates] == [[1], [1]]
+    assert cut_into_updates([], num_minibatches=5, max_tokens=9, rng=Reversing()) == []
 
 
 # --- allocation -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The service of a process group: commands, their facts, and what it refuses. The backend is the scripted one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -15,13 +16,15 @@ from flexmarl.core.messages import (
     CacheSealed,
     GradientAccumulated,
     PublishState,
+    Score,
+    Scored,
     SealCache,
     StatePublished,
     UpdateApplied,
     WorkerReady,
 )
 from flexmarl.core.protocols import WorkerContext
-from flexmarl.core.records import Denominators, Sample
+from flexmarl.core.records import Denominators, Sample, TokenColumn
 from flexmarl.testing.training import MemoryObjectPlane, StillClock, make_sample
 from flexmarl.training.backends.scripted import ScriptedBackend
 from flexmarl.training.process_group import ProcessGroupService, build_process_group
@@ -47,6 +50,7 @@ def start(objects: MemoryObjectPlane) -> Start:
     options = {
         "policy": "actor",
         "model_folder": "unused",
+        "reference_folder": "",
         "backend": ScriptedTrainingConfig(token_s=0.5, update_s=7.0, num_parameters=5).model_dump(),
         "algorithm": AlgorithmConfig().model_dump(),
         "optimizer": {},
@@ -65,7 +69,7 @@ def ask(service: ProcessGroupService, command: object) -> object:
 
 
 def accumulate(*samples: Sample, name: str = "m0") -> AccumulateGradient:
-    return AccumulateGradient(micro_batch_id=name, samples=samples)
+    return AccumulateGradient(micro_batch_id=name, policy_version=0, samples=samples)
 
 
 def update(version: int = 1, denominators: Denominators = COUNTED) -> ApplyUpdate:
@@ -147,6 +151,69 @@ def test_a_successor_goes_on_from_the_seal(start: Start) -> None:
     assert ask(whole, update()) == ask(heir, update())
 
 
+def score(column: TokenColumn, *samples: Sample) -> Score:
+    return Score(score_id="q0", column=column, turns=tuple(sample.turn for sample in samples))
+
+
+def test_scoring_fills_a_column_and_changes_nothing(start: Start) -> None:
+    asked, untouched = start(), start()
+    digests = []
+    for service in (asked, untouched):
+        ask(service, ACTIVATE)
+        ask(service, accumulate(*SAMPLES[:2]))
+        if service is asked:
+            facts = [ask(service, score(column, *SAMPLES)) for column in TokenColumn]
+            # The same turns may be scored again, also while their samples are in the cache.
+            assert facts == [ask(service, score(column, *SAMPLES)) for column in TokenColumn]
+        ask(service, accumulate(*SAMPLES[2:], name="m1"))
+        applied = ask(service, update())
+        assert isinstance(applied, UpdateApplied)
+        digests.append(applied.weights_digest)
+    assert digests[0] == digests[1]
+    for column, fact in zip(TokenColumn, facts, strict=True):
+        assert isinstance(fact, Scored)
+        assert (fact.policy, fact.score_id, fact.column) == (ACTOR, "q0", column)
+        assert [(each.key, len(each.values)) for each in fact.values] == [
+            (sample.turn.key, len(sample.turn.response_tokens)) for sample in SAMPLES
+        ]
+        # A third of the modelled time of training: 18 tokens of half a second.
+        assert fact.duration_s == pytest.approx(3.0)
+
+
+def test_updates_of_one_step_use_its_samples_again(start: Start, objects: MemoryObjectPlane) -> None:
+    service = start()
+    ask(service, ACTIVATE)
+    half = Denominators(num_samples=2, num_tokens=3)
+    unpublished = ApplyUpdate(policy_version=1, denominators=half, state_key=None, weights_key=None)
+    digests = set()
+    for number in range(3):
+        done = ask(service, accumulate(*SAMPLES[:2], name=f"m{number}"))
+        assert isinstance(done, GradientAccumulated)
+        applied = ask(service, unpublished)
+        assert isinstance(applied, UpdateApplied)
+        assert (applied.policy_version, applied.weights_digest) == (1, "")
+        assert (applied.metrics["num_updates_sum"], applied.metrics["grad_norm_sum"] > 0) == (1.0, True)
+        digests.add(service._backend.weights_digest())
+    assert objects.info(ObjectKey("state", "actor", 1)) is None
+    ask(service, accumulate(*SAMPLES, name="m3"))
+    last = ask(service, update())
+    assert isinstance(last, UpdateApplied)
+    assert last.weights_digest == objects.packed(ObjectKey("weights", "actor", 1)).digest()
+    assert len(digests | {last.weights_digest}) == 4
+
+
+def test_metrics_of_the_samples_are_added_to_those_of_the_backend(start: Start) -> None:
+    service = start()
+    ask(service, ACTIVATE)
+    samples = tuple(make_sample(n, agent="ab"[n % 2], policy_version=n, reward=0.5) for n in range(3))
+    done = ask(service, AccumulateGradient(micro_batch_id="m0", policy_version=3, samples=samples))
+    assert isinstance(done, GradientAccumulated)
+    # a: versions 0 and 2, b: version 1.
+    assert (done.metrics["agent.a.staleness_sum"], done.metrics["agent.a.staleness_max"]) == (4.0, 3.0)
+    assert (done.metrics["agent.b.staleness_sum"], done.metrics["agent.b.reward_sum"]) == (2.0, 0.5)
+    assert done.metrics["computed_tokens_sum"] == 12.0
+
+
 def test_activation_forgets_the_cache(start: Start) -> None:
     service = start()
     ask(service, ACTIVATE)
@@ -170,6 +237,10 @@ def test_activation_forgets_the_cache(start: Start) -> None:
         ([ACTIVATE, accumulate(SAMPLES[0]), accumulate(SAMPLES[1])], "came again with other samples"),
         ([ACTIVATE, accumulate(SAMPLES[0]), accumulate(SAMPLES[0], name="m1")], "repeats s0/q0/t0/solver/b0/n0"),
         ([ACTIVATE, update(denominators=Denominators())], "needs trained samples"),
+        ([score(TokenColumn.OLD_LOGPROBS)], "Score before Activate"),
+        ([ACTIVATE, score(TokenColumn.OLD_LOGPROBS, make_sample(policy="other"))], "belongs to other"),
+        ([ACTIVATE, accumulate(make_sample(policy_version=1))], "by version 1, but version 0 is trained"),
+        ([ACTIVATE, replace(update(), weights_key=None)], "publishes both or none"),
     ],
 )
 def test_refuses_what_does_not_fit(start: Start, commands: list[object], message: str) -> None:
@@ -194,6 +265,7 @@ def test_the_kind_of_backend_chooses_the_backend(start: Start, objects: MemoryOb
     options = {
         "policy": "actor",
         "model_folder": "/nowhere",
+        "reference_folder": "/elsewhere",
         "backend": TorchTrainingConfig().model_dump(),
         "algorithm": {},
         "optimizer": {},

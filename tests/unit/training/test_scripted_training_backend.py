@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from flexmarl.config import AlgorithmConfig, ScriptedTrainingConfig
 from flexmarl.core.errors import BackendError, InvariantError
 from flexmarl.core.ids import ObjectKey, PolicyName
-from flexmarl.core.records import Denominators, Sample
+from flexmarl.core.records import Denominators, Sample, TokenColumn
 from flexmarl.testing.training import MemoryObjectPlane, make_sample
 from flexmarl.training.backends.scripted import ScriptedBackend
 
@@ -63,6 +64,66 @@ def test_seed_policy_normaliser_and_weights_matter() -> None:
     digests = {trained(base, SAMPLES), trained(make(seed=1), SAMPLES), trained(make(policy="other"), SAMPLES)}
     digests |= {trained(make(algorithm="sample_mean"), SAMPLES), trained(base, SAMPLES)}
     assert len(digests) == 5
+
+
+def make_with(**algorithm: object) -> ScriptedBackend:
+    backend = ScriptedBackend(
+        policy=PolicyName("actor"),
+        seed=0,
+        objects=MemoryObjectPlane(),
+        config=ScriptedTrainingConfig(num_parameters=6, token_s=0.5, update_s=2.0),
+        algorithm=AlgorithmConfig.model_validate(algorithm),
+    )
+    backend.load_model()
+    return backend
+
+
+def scored(sample: Sample, **columns: float) -> Sample:
+    """The sample with columns of one repeated number."""
+    count = len(sample.turn.response_tokens)
+    return replace(sample, token_columns={TokenColumn(name): (value,) * count for name, value in columns.items()})
+
+
+def test_every_column_and_the_terms_it_is_used_in_matter() -> None:
+    sample = make_sample(0, response=[3, 4, 5], advantage=0.5)
+    several = {"num_epochs": 2}
+    old = scored(sample, old_logprobs=-1.0)
+    digests = [
+        trained(make_with(), [sample]),
+        trained(make_with(**several), [old]),
+        trained(make_with(**several), [scored(sample, old_logprobs=-1.5)]),
+        trained(make_with(**several, correction="decoupled_ppo"), [scored(sample, old_logprobs=-1.5)]),
+        trained(make_with(kl_coef=0.1), [scored(sample, reference_logprobs=-1.0)]),
+        trained(make_with(kl_coef=0.1), [scored(sample, reference_logprobs=-1.1)]),
+        trained(make_with(kl_coef=0.2), [scored(sample, reference_logprobs=-1.0)]),
+        trained(make_with(correction="truncated_is"), [sample]),
+        trained(
+            make_with(correction="truncated_is"),
+            [make_sample(0, response=[3, 4, 5], advantage=0.5, logprobs=[-2.0] * 3)],
+        ),
+    ]
+    assert len(set(digests)) == len(digests)
+    swapped = replace(sample, token_columns={TokenColumn.OLD_LOGPROBS: (-1.0, -1.0, -1.5)})
+    turned = replace(sample, token_columns={TokenColumn.OLD_LOGPROBS: (-1.5, -1.0, -1.0)})
+    assert trained(make_with(**several), [swapped]) != trained(make_with(**several), [turned])
+
+
+def test_scores_follow_from_weights_or_from_the_reference_alone() -> None:
+    backend = make_with()
+    turns = [sample.turn for sample in SAMPLES]
+    old, reference = (backend.score(column, turns).values for column in TokenColumn)
+    assert [len(each.values) for each in old] == [1, 2, 3, 4]
+    assert all(-3.0 <= value < 0.0 for each in (*old, *reference) for value in each.values)
+    trained(backend, SAMPLES)
+    assert backend.score(TokenColumn.REFERENCE_LOGPROBS, turns).values == reference
+    assert backend.score(TokenColumn.OLD_LOGPROBS, turns).values != old
+    # 3 tokens of half a second, a third of it.
+    assert backend.score(TokenColumn.OLD_LOGPROBS, turns[:1]).cost_s == pytest.approx(0.5)
+
+
+def test_a_sample_without_its_column_is_refused() -> None:
+    with pytest.raises(InvariantError, match="reference_logprobs was not scored"):
+        make_with(kl_coef=0.1).accumulate(SAMPLES)
 
 
 def test_the_gradient_is_linear_in_the_advantage() -> None:

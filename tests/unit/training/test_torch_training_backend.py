@@ -1,39 +1,31 @@
 """The torch backend beside slow references: one loss over all samples, one optimizer over all tensors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch_builders import COUNTED, SAMPLES, SEAL, STATE, WEIGHTS, Build, make_backend
 
-from flexmarl.config import AlgorithmConfig, OptimizerConfig, TorchTrainingConfig
+from flexmarl.config import AlgorithmConfig
 from flexmarl.core.errors import BackendError, InvariantError
 from flexmarl.core.ids import ObjectKey
 from flexmarl.core.records import Denominators, Sample
 from flexmarl.models import load_causal_lm
 from flexmarl.testing.training import MemoryObjectPlane, make_sample, write_tiny_model
 from flexmarl.training.backends.torch import TorchBackend
-from flexmarl.training.metrics import COMPUTED_TOKENS_SUM, GRAD_NORM, LOGPROB_GAP_MAX, LOGPROB_GAP_SUM, LOGPROB_SUM
+from flexmarl.training.metrics import COMPUTED_TOKENS_SUM, GRAD_NORM_SUM
 
 pytestmark = pytest.mark.unit
 
-Build = Callable[..., TorchBackend]
-STATE, WEIGHTS, SEAL = (ObjectKey(kind, "actor", 1) for kind in ("state", "weights", "seal"))
-SAMPLES = [
-    make_sample(0, prompt=[1, 2, 3], response=[4, 5, 6, 7], advantage=0.7, temperature=0.7),
-    make_sample(1, prompt=[9], response=[8], advantage=-1.3),
-    make_sample(2, prompt=[3, 1, 4, 1, 5, 9, 2, 6], response=[5, 3], advantage=0.4, temperature=1.5),
-    make_sample(3, prompt=[2, 2], response=[1, 1, 1, 1, 1, 1], advantage=-0.2),
-]
 CONFIGS = {
     "token_mean": AlgorithmConfig(),
     "sample_mean": AlgorithmConfig(normaliser="sample_mean"),
     "constant": AlgorithmConfig(normaliser="constant", constant_tokens=10),
 }
 DENOMINATORS = {"token_mean": 13.0, "sample_mean": 4.0, "constant": 40.0}
-COUNTED = Denominators(num_samples=4, num_tokens=13)
 
 
 @pytest.fixture(scope="module", params=["llama", "tied", "gpt2"])
@@ -50,27 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def build(folder: Path) -> Build:
     return lambda **settings: make_backend(folder, **settings)
-
-
-def make_backend(
-    folder: Path,
-    *,
-    objects: MemoryObjectPlane | None = None,
-    canonical: bool = False,
-    algorithm: AlgorithmConfig | None = None,
-    is_loaded: bool = True,
-    **optimizer: float | None,
-) -> TorchBackend:
-    backend = TorchBackend(
-        model_folder=folder,
-        objects=objects or MemoryObjectPlane(),
-        config=TorchTrainingConfig(accumulation="canonical" if canonical else "float"),
-        algorithm=algorithm or AlgorithmConfig(),
-        optimizer=OptimizerConfig.model_validate({"learning_rate": 0.01, **optimizer}),
-    )
-    if is_loaded:
-        backend.load_model()
-    return backend
 
 
 def reference_gradients(folder: Path, samples: Sequence[Sample], normaliser: str) -> dict[str, Tensor]:
@@ -124,7 +95,7 @@ def test_grad_norm_is_that_of_the_normalised_gradient(folder: Path, normaliser: 
     # Unequal micro-batches: a mean of their means would give another gradient.
     for samples in (SAMPLES[:1], SAMPLES[1:]):
         backend.accumulate(samples)
-    norm = backend.update(COUNTED).metrics[GRAD_NORM]
+    norm = backend.update(COUNTED).metrics[GRAD_NORM_SUM]
     gradients = reference_gradients(folder, SAMPLES, normaliser).values()
     expected = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt().item()
     assert norm == pytest.approx(expected, rel=1e-5)
@@ -138,9 +109,9 @@ def test_metrics_by_the_plain_model(build: Build, folder: Path) -> None:
     own = [logprobs[1, 3].item(), logprobs[2, 4].item()]
     metrics = build().accumulate([sample]).metrics
     gaps = [abs(own[0] + 1.0), abs(own[1] + 2.0)]
-    assert metrics[LOGPROB_SUM] == pytest.approx(sum(own), rel=1e-6)
-    assert metrics[LOGPROB_GAP_SUM] == pytest.approx(sum(gaps), rel=1e-6)
-    assert metrics[LOGPROB_GAP_MAX] == pytest.approx(max(gaps), rel=1e-6)
+    assert metrics["agent.solver.logprob_sum"] == pytest.approx(sum(own), rel=1e-6)
+    assert metrics["agent.solver.logprob_gap_sum"] == pytest.approx(sum(gaps), rel=1e-6)
+    assert metrics["agent.solver.logprob_gap_max"] == pytest.approx(max(gaps), rel=1e-6)
     assert metrics[COMPUTED_TOKENS_SUM] == 3.0
 
 

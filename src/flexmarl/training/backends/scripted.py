@@ -1,27 +1,38 @@
 """Training without a model: deterministic integer arithmetic, for tests and simulation. Loads no torch and no folder.
 
 It behaves as a model would where schedules can go wrong: the gradient of a sample depends on its key, its tokens, its
-advantage *and the weights*; an update depends on a moment that only the full state carries; sums of integers do not
-depend on order, so any lost, repeated or misplaced sample shows in the digest of the weights.
+scored columns, its advantage, what the loss makes of them *and the weights*; an update depends on a moment that only
+the full state carries; sums of integers do not depend on order, so any lost, repeated or misplaced sample, and any
+wrong column, shows in the digest of the weights.
 """
 
 import hashlib
+import math
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
 
-from flexmarl.algorithms import count_denominators, denominator, token_weight
+from flexmarl.algorithms import (
+    check_columns,
+    count_denominators,
+    denominator,
+    is_weighted,
+    token_slope,
+    token_weight,
+)
 from flexmarl.config import AlgorithmConfig, ScriptedTrainingConfig
 from flexmarl.core.errors import BackendError, InvariantError
 from flexmarl.core.ids import ObjectKey, PolicyName
 from flexmarl.core.layout import PackedObject, plan_layout
-from flexmarl.core.protocols import GradientResult, ObjectPlane, UpdateResult
-from flexmarl.core.records import Denominators, Sample
+from flexmarl.core.protocols import GradientResult, ObjectPlane, ScoreResult, UpdateResult
+from flexmarl.core.records import Denominators, Sample, TokenColumn, TokenValues, TurnRow
 from flexmarl.core.rng import derive_seed
-from flexmarl.training.metrics import COMPUTED_TOKENS_SUM, GRAD_NORM, REWARD_SUM
+from flexmarl.training.metrics import COMPUTED_TOKENS_SUM, GRAD_NORM_SUM, NUM_UPDATES_SUM
 
 ADVANTAGE_UNIT = 1 << 16
 """Advantages count in 65 536ths."""
+FORWARD_FRAC = 1 / 3
+"""Modelled time of a forward, as a share of a forward and backward."""
 OBJECT_TIMEOUT_S = 300.0
 """A publication that takes longer has failed."""
 _INT64 = 1 << 64
@@ -86,11 +97,15 @@ class ScriptedBackend:
             num_tokens += len(sample.turn.prompt_tokens) + len(sample.turn.response_tokens)
         counted = count_denominators(samples)
         self._denominators = self._denominators.plus(counted)
-        metrics = {
-            COMPUTED_TOKENS_SUM: float(num_tokens),
-            REWARD_SUM: float(sum(sample.reward for sample in samples)),
-        }
+        metrics = {COMPUTED_TOKENS_SUM: float(num_tokens)}
         return GradientResult(denominators=counted, metrics=metrics, cost_s=self._config.token_s * num_tokens)
+
+    def score(self, column: TokenColumn, turns: Sequence[TurnRow]) -> ScoreResult:
+        """Return log-probs in [-3, 0): old ones follow from the weights held, reference ones from the policy's name."""
+        model = self.weights_digest() if column is TokenColumn.OLD_LOGPROBS else f"reference of {self._policy}"
+        values = tuple(TokenValues(key=turn.key, values=_logprobs(turn, model)) for turn in turns)
+        num_tokens = sum(len(turn.prompt_tokens) + len(turn.response_tokens) for turn in turns)
+        return ScoreResult(values=values, cost_s=self._config.token_s * num_tokens * FORWARD_FRAC)
 
     def seal(self, key: ObjectKey) -> Denominators:
         """Write the cache to the object plane."""
@@ -109,7 +124,7 @@ class ScriptedBackend:
         self._num_updates += 1
         self._clear()
         norm = float(sum(value * value for value in mean)) ** 0.5 / ADVANTAGE_UNIT
-        return UpdateResult(metrics={GRAD_NORM: norm}, cost_s=self._config.update_s)
+        return UpdateResult(metrics={GRAD_NORM_SUM: norm, NUM_UPDATES_SUM: 1.0}, cost_s=self._config.update_s)
 
     def publish(self, *, state: ObjectKey, weights: ObjectKey) -> str:
         """Put state and weights on the object plane; return the digest of the weights."""
@@ -133,11 +148,32 @@ class ScriptedBackend:
         return plan_layout((str(place), "int64", (size,), 8 * size) for place, size in enumerate(sizes)).num_bytes
 
     def _gradient_of(self, sample: Sample, weights: str) -> list[int]:
+        check_columns(sample, self._algorithm)
         turn = sample.turn
         weight = token_weight(len(turn.response_tokens), self._algorithm)
-        scale = round(sample.advantage * weight * ADVANTAGE_UNIT)
-        text = f"{weights} {turn.key} {turn.prompt_tokens} {turn.response_tokens}"
+        scale = round(self._mean_slope(sample, weights) * weight * ADVANTAGE_UNIT)
+        columns = [sample.token_columns.get(column) for column in TokenColumn]
+        text = f"{weights} {turn.key} {turn.prompt_tokens} {turn.response_tokens} {columns}"
         return [unit * scale for unit in _hashed_units(text.encode(), self._config.num_parameters)]
+
+    def _mean_slope(self, sample: Sample, weights: str) -> float:
+        """Return the mean over the sample's tokens of what the loss makes of its advantage and columns."""
+        if not sample.token_columns and not is_weighted(self._algorithm):
+            return sample.advantage
+        turn = sample.turn
+        nothing = (None,) * len(turn.response_tokens)
+        tokens = zip(
+            _logprobs(turn, weights),
+            turn.logprobs,
+            sample.token_columns.get(TokenColumn.OLD_LOGPROBS, nothing),
+            sample.token_columns.get(TokenColumn.REFERENCE_LOGPROBS, nothing),
+            strict=True,
+        )
+        slopes = [
+            token_slope(advantage=sample.advantage, pi=pi, mu=mu, old=old, reference=reference, config=self._algorithm)
+            for pi, mu, old, reference in tokens
+        ]
+        return math.fsum(slopes) / len(slopes)
 
     def _clear(self) -> None:
         self._gradient = [0] * self._config.num_parameters
@@ -152,6 +188,13 @@ class ScriptedBackend:
 
     def _write(self, key: ObjectKey, content: Mapping[str, Sequence[int]]) -> str:
         return self._objects.set(key, _pack(content)).result(OBJECT_TIMEOUT_S).digest
+
+
+def _logprobs(turn: TurnRow, model: str) -> tuple[float, ...]:
+    """Return what `model` thinks of the response tokens: numbers in [-3, 0) that follow from both."""
+    text = f"{model} {turn.key} {turn.prompt_tokens} {turn.response_tokens}"
+    units = _hashed_units(text.encode(), len(turn.response_tokens))
+    return tuple(3.0 * (unit - (1 << 15)) / (1 << 16) for unit in units)
 
 
 def _hashed_units(block: bytes, count: int) -> list[int]:

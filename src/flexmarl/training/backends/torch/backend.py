@@ -8,6 +8,7 @@ Invariants:
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,18 +16,39 @@ from flexmarl.algorithms import count_denominators, denominator
 from flexmarl.config import AlgorithmConfig, OptimizerConfig, TorchTrainingConfig
 from flexmarl.core.errors import BackendError, InvariantError
 from flexmarl.core.ids import ObjectKey
-from flexmarl.core.protocols import GradientResult, ObjectPlane, UpdateResult
-from flexmarl.core.records import Denominators, Sample
+from flexmarl.core.protocols import GradientResult, ObjectPlane, ScoreResult, UpdateResult
+from flexmarl.core.records import Denominators, Sample, TokenColumn, TurnRow
 from flexmarl.models import FlatParameters, load_causal_lm
 from flexmarl.training.backends.torch.arena import STEP, Arena, state_layout
 from flexmarl.training.backends.torch.cache import GradientCache
-from flexmarl.training.backends.torch.gradients import ForwardBatch, backward, check_projection, plan_forwards
+from flexmarl.training.backends.torch.forwards import (
+    ForwardBatch,
+    check_projection,
+    lone_forwards,
+    plan_forwards,
+    score_turns,
+)
+from flexmarl.training.backends.torch.gradients import backward
 from flexmarl.training.backends.torch.optimizer import FlatAdamW
 from flexmarl.training.backends.torch.shared_prompts import can_share_prompts
-from flexmarl.training.metrics import GRAD_NORM, LEARNING_RATE, combine_metrics
+from flexmarl.training.metrics import GRAD_NORM_SUM, LEARNING_RATE_SUM, NUM_UPDATES_SUM, combine_metrics
 
 OBJECT_TIMEOUT_S = 300.0
 """A publication that takes longer has failed."""
+
+
+class _Runner:
+    """A model and how turns go through it."""
+
+    def __init__(self, model: Any, *, is_canonical: bool) -> None:
+        check_projection(model)
+        self.model = model
+        self._is_canonical = is_canonical
+        self._can_share_prompts = not is_canonical and can_share_prompts(model)
+
+    def plan(self, turns: Sequence[TurnRow]) -> list[ForwardBatch]:
+        """Return batches of similar length, or one turn at a time when canonical."""
+        return lone_forwards(turns) if self._is_canonical else plan_forwards(turns, can_share=self._can_share_prompts)
 
 
 class _Held:
@@ -39,8 +61,7 @@ class _Held:
         self.state = Arena(state_layout(weights, element))
         self.flat = FlatParameters(self.model, buffer=self.state.buffer[: weights.num_bytes])
         _check_parameters(self.flat, element)
-        check_projection(self.model)
-        self.can_share_prompts = not is_canonical and can_share_prompts(self.model)
+        self.runner = _Runner(self.model, is_canonical=is_canonical)
         size = weights.num_bytes
         self.optimizer = FlatAdamW(
             optimizer,
@@ -63,10 +84,17 @@ class TorchBackend:
         config: TorchTrainingConfig,
         algorithm: AlgorithmConfig,
         optimizer: OptimizerConfig,
+        reference_folder: Path | None = None,
         dtype: str = "float32",
     ) -> None:
-        """Hold nothing yet; `load_model` or `load_state` comes first. `dtype` is that of parameters and state."""
+        """Hold nothing yet; `load_model` or `load_state` comes first.
+
+        `reference_folder` is the frozen reference model, loaded when it first scores. `dtype` is that of parameters and
+        state.
+        """
         self._folder = model_folder
+        self._reference_folder = reference_folder
+        self._reference: _Runner | None = None
         self._objects = objects
         self._is_canonical = config.accumulation == "canonical"
         self._algorithm = algorithm
@@ -98,15 +126,22 @@ class TorchBackend:
     def accumulate(self, samples: Sequence[Sample]) -> GradientResult:
         """Add the gradient sums of `samples`: batches of similar length, or one sample at a time when canonical."""
         held = self._held
-        if self._is_canonical:
-            forwards = [ForwardBatch(samples=[sample], shares_prompts=False) for sample in samples]
-        else:
-            forwards = plan_forwards(samples, can_share=held.can_share_prompts)
+        by_key = {sample.turn.key: sample for sample in samples}
         metrics: dict[str, float] = {}
-        for forward in forwards:
-            metrics = combine_metrics(metrics, backward(held.model, forward, self._algorithm))
-            held.cache.collect(count_denominators(forward.samples))
+        for forward in held.runner.plan([sample.turn for sample in samples]):
+            metrics = combine_metrics(metrics, backward(held.model, forward, by_key, self._algorithm))
+            held.cache.collect(count_denominators([by_key[turn.key] for turn in forward.turns]))
         return GradientResult(denominators=count_denominators(samples), metrics=metrics)
+
+    def score(self, column: TokenColumn, turns: Sequence[TurnRow]) -> ScoreResult:
+        """Compute log-probs in the batches, and by the kernels, of training.
+
+        Raises:
+            BackendError: there is no reference model, it has other tokens, or a log-prob is not finite.
+        """
+        runner = self._held.runner if column is TokenColumn.OLD_LOGPROBS else self._reference_runner()
+        values = score_turns(runner.model, runner.plan(turns))
+        return ScoreResult(values=tuple(values[turn.key] for turn in turns))
 
     def seal(self, key: ObjectKey) -> Denominators:
         """Write the cache to the object plane."""
@@ -121,7 +156,7 @@ class TorchBackend:
         mean_E = held.cache.mean(denominator(denominators, self._algorithm))
         grad_norm, rate = held.optimizer.update(mean_E)
         held.cache.clear()
-        return UpdateResult(metrics={GRAD_NORM: grad_norm, LEARNING_RATE: rate})
+        return UpdateResult(metrics={GRAD_NORM_SUM: grad_norm, LEARNING_RATE_SUM: rate, NUM_UPDATES_SUM: 1.0})
 
     def publish(self, *, state: ObjectKey, weights: ObjectKey) -> str:
         """Put state and weights on the object plane, one copy each; return the digest of the weights."""
@@ -143,6 +178,20 @@ class TorchBackend:
     def state_bytes(self) -> int:
         """Size of parameters, moments and step, padding included."""
         return self._held.state.layout.num_bytes
+
+    def _reference_runner(self) -> _Runner:
+        if self._reference is None:
+            if self._reference_folder is None:
+                raise BackendError("reference log-probs were asked for, but the policy has no reference model")
+            model: Any = load_causal_lm(self._reference_folder, dtype=self._dtype).requires_grad_(requires_grad=False)
+            own, found = (len(each.get_output_embeddings().weight) for each in (self._held.model, model))
+            if own != found:
+                raise BackendError(
+                    f"algorithm.reference_model {self._reference_folder} has {found} tokens, the policy {own}: "
+                    "use a model with the policy's tokenizer"
+                )
+            self._reference = _Runner(model, is_canonical=self._is_canonical)
+        return self._reference
 
     @property
     def _held(self) -> _Held:

@@ -19,7 +19,7 @@ CLIP_EPS = 1e-6
 
 
 class FlatAdamW:
-    """AdamW with linear warm-up. All state lives in tensors of the caller, so moving them moves the optimizer."""
+    """AdamW with a schedule. All state lives in tensors of the caller, so moving them moves the optimizer."""
 
     def __init__(
         self, config: OptimizerConfig, *, parameters_E: Tensor, exp_avg_E: Tensor, exp_avg_sq_E: Tensor, step: Tensor
@@ -67,10 +67,20 @@ class FlatAdamW:
 
 
 def learning_rate(config: OptimizerConfig, *, num_updates: int) -> float:
-    """Return the learning rate of the update that follows `num_updates` others: the first of a warm-up is not zero."""
-    if num_updates + 1 >= config.warmup_steps:
+    """Return the learning rate of the update that follows `num_updates` others.
+
+    During the warm-up it rises to the full rate, which the last of `warmup_steps` updates has; the first has a share of
+    it, never zero. Then it falls to `min_lr_frac` of the full rate, by a line or half a cosine, and is there after
+    `decay_steps` updates.
+    """
+    if num_updates < config.warmup_steps:
+        return config.learning_rate * (num_updates + 1) / config.warmup_steps
+    if config.schedule == "constant" or config.decay_steps is None:
         return config.learning_rate
-    return config.learning_rate * (num_updates + 1) / config.warmup_steps
+    progress = (num_updates - config.warmup_steps) / max(config.decay_steps - config.warmup_steps, 1)
+    done = min(progress, 1.0)
+    remaining = 1.0 - done if config.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+    return config.learning_rate * (config.min_lr_frac + (1.0 - config.min_lr_frac) * remaining)
 
 
 def global_norm(values_E: Tensor) -> float:

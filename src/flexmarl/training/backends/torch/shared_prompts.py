@@ -1,10 +1,10 @@
-"""Runs a prompt once for all samples that have it: a query's trajectories share theirs.
+"""Runs a prompt once for all turns that have it: a query's trajectories share theirs.
 
 All tokens of a prompt but the last go through the model once per distinct prompt; what they leave in the attention
-cache is handed to each sample, and gradients flow back through it. Right for any model whose layers see earlier tokens
+cache is handed to each turn, and gradients flow back through it. Right for any model whose layers see earlier tokens
 through that cache only; `can_share_prompts` tries it.
 
-Axes: U distinct prompts, B samples, L tokens of a prompt without its last, T positions after them, H hidden size.
+Axes: U distinct prompts, B turns, L tokens of a prompt without its last, T positions after them, H hidden size.
 """
 
 import logging
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from flexmarl.core.records import Sample
+from flexmarl.core.records import TurnRow
 
 logger = logging.getLogger(__name__)
 
@@ -24,15 +24,15 @@ MIN_SAVED_TOKENS = 256
 TOLERANCE = 1e-4
 
 
-def sharing_classes(samples: Sequence[Sample]) -> tuple[list[list[Sample]], list[Sample]]:
-    """Return lists of samples with prompts of one length whose sharing pays, and the samples that are left."""
-    by_length: dict[int, list[Sample]] = {}
-    for sample in samples:
-        by_length.setdefault(len(sample.turn.prompt_tokens), []).append(sample)
+def sharing_classes(turns: Sequence[TurnRow]) -> tuple[list[list[TurnRow]], list[TurnRow]]:
+    """Return lists of turns with prompts of one length whose sharing pays, and the turns that are left."""
+    by_length: dict[int, list[TurnRow]] = {}
+    for turn in turns:
+        by_length.setdefault(len(turn.prompt_tokens), []).append(turn)
     shared = []
     left = []
     for length, members in sorted(by_length.items()):
-        num_distinct = len({sample.turn.prompt_tokens for sample in members})
+        num_distinct = len({turn.prompt_tokens for turn in members})
         if (len(members) - num_distinct) * (length - 1) >= MIN_SAVED_TOKENS:
             shared.append(members)
         else:
