@@ -134,7 +134,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 return
             plain = _parse(line)
             if plain is None:
-                raise StoreError(f"{path}:{number}: damaged line; restore the file, or delete the run folder")
+                raise StoreError(
+                    f"{path}:{number}: damaged line; restore the file, or move it away: store and checkpoints do not "
+                    "need it"
+                )
             yield number, plain
 
 

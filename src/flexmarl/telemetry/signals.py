@@ -1,4 +1,4 @@
-"""Ctrl-C and termination, told to a run once and politely."""
+"""Ctrl-C, termination and a closed terminal, told to a run once and politely."""
 
 import signal
 import threading
@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
 
 @contextmanager
 def stop_signals(on_stop: Callable[[str], object]) -> Iterator[None]:
-    """Within the block, the first SIGINT or SIGTERM calls `on_stop(name)`; a further one raises KeyboardInterrupt.
+    """Within the block, the first SIGINT, SIGTERM or SIGHUP calls `on_stop(name)`.
+
+    A further SIGINT or SIGTERM raises KeyboardInterrupt. A further SIGHUP does nothing: a terminal that closes sends
+    it, and its shell once more. Where SIGHUP is ignored (nohup) it stays so.
 
     `on_stop` runs in the signal handler: let it do no more than `loop.call_soon_threadsafe`, which also wakes the loop.
     Outside the main thread, where Python delivers no signals, the block changes nothing.
@@ -23,12 +24,16 @@ def stop_signals(on_stop: Callable[[str], object]) -> Iterator[None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal is_asked
-        if is_asked:
+        if not is_asked:
+            is_asked = True
+            on_stop(signal.Signals(number).name)
+        elif number != signal.SIGHUP:
             raise KeyboardInterrupt
-        is_asked = True
-        on_stop(signal.Signals(number).name)
 
-    previous = {number: signal.signal(number, handle) for number in _SIGNALS}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:

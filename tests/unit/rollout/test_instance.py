@@ -1,7 +1,7 @@
 """The content of an instance: versions, digests, exactly one answer."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -35,11 +35,14 @@ class FakeBackend:
         self.digest = "digest-0"
         self.open: list[GenerationRequest] = []
         self.output: tuple[Sequence[int], Sequence[float], bool] = ((5, STOP), (-0.5, -0.25), True)
-        self.answers_as: Callable[[RequestId], RequestId] = lambda request_id: request_id
+        self.num_new = 0
 
     def load_weights(self, weights: ObjectKey) -> str:
         self.loaded.append(weights)
         return self.digest
+
+    def num_generated(self) -> dict[RequestId, int]:
+        return {request.request_id: self.num_new for request in self.open}
 
     def add(self, request: GenerationRequest) -> None:
         if len(request.prompt_tokens) > 4:
@@ -169,12 +172,59 @@ def test_relabelling_checks_the_digest_too() -> None:
         service.step()
 
 
-def test_weights_are_not_changed_under_a_running_request() -> None:
-    service = serving(FakeBackend())
-    service.handle(generate("a"))
+def test_weights_are_not_changed_under_a_request_that_may_not_go_on_with_them() -> None:
+    backend = FakeBackend()
+    service = serving(backend)
+    service.handle(generate("a", high=1))
+    service.handle(generate("b"))
     service.handle(load(version=1, weights=1))
-    with pytest.raises(BackendError, match="1 requests, the first a"):
+    with pytest.raises(BackendError, match="version 1 while it generates for 1 requests that may not .* the first b"):
         service.step()
+    assert backend.loaded == [ObjectKey("weights", "actor", 0)]
+
+
+def test_weights_of_another_policy_are_not_loaded_under_a_request() -> None:
+    service = serving(FakeBackend())
+    service.handle(generate("a", high=9))
+    service.handle(load(version=1, weights=1, policy="critic"))
+    with pytest.raises(BackendError, match="to load critic version 1 while it generates"):
+        service.step()
+
+
+def test_g3_tokens_are_labelled_with_the_version_that_generated_them() -> None:
+    backend = FakeBackend()
+    backend.output = ((7, 8, 9), (-1.0,) * 3, False)
+    service = serving(backend)
+    service.handle(generate("a", high=5))
+    # The requests of version 1 generate nothing; version 3 is a relabelling of the weights of 2.
+    for version, held, num_new in ((1, 1, 0), (2, 2, 1), (3, 2, 2)):
+        backend.num_new = num_new
+        service.handle(load(version=version, weights=held))
+        answers = service.step()
+        assert answers is not None
+        assert isinstance(answers.messages[0], WeightsLoaded)
+    service.handle(generate("b", low=3, high=3))
+    (a, b) = messages_of(service)
+    assert isinstance(a, Generated)
+    assert isinstance(b, Generated)
+    assert [(span.start, span.end, span.policy_version) for span in a.completion.version_spans] == [
+        (0, 1, 1),
+        (1, 2, 2),
+        (2, 3, 3),
+    ]
+    assert a.completion.weights_version == 1  # of the oldest span
+    assert b.completion.version_spans == (VersionSpan(start=0, end=3, policy_version=3),)
+    assert b.completion.weights_version == 2
+
+
+def test_tokens_that_an_engine_loses_in_a_swap_are_a_failure() -> None:
+    backend = FakeBackend()
+    service = serving(backend)
+    service.handle(generate("a", high=1))
+    backend.num_new = 3  # and its answer has 2
+    service.handle(load(version=1, weights=1))
+    assert isinstance(service.step().messages[0], WeightsLoaded)  # type: ignore[union-attr]
+    assert "2 tokens, but 3 had been generated when weights were loaded" in failure_of(service).message
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 4), (6, 9)])

@@ -1,232 +1,19 @@
-"""The rollout manager among fake instances that a test answers, fails and kills by hand; and a state machine of it.
-
-Longer than most: cases and state machine share the fakes above them.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+"""The rollout manager, case by case."""
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from manager_lab import BLUE, RED, Lab, completion, request
 
-from flexmarl.config import RolloutConfig
 from flexmarl.core.errors import BackendError, InvariantError
 from flexmarl.core.events import RequestDispatched, WorkerRestarted
-from flexmarl.core.ids import AgentName, InstanceId, ObjectKey, PolicyName, Purpose, RequestId, SampleKey, WorkerId
+from flexmarl.core.ids import InstanceId, RequestId
 from flexmarl.core.messages import (
     CancelRequests,
-    Generate,
-    Generated,
     GenerationFailed,
     GenerationFailureKind,
-    LoadWeights,
     WeightsLoaded,
-    WorkerExited,
     WorkerReady,
 )
-from flexmarl.core.protocols import ServiceKind, WorkerSpec
-from flexmarl.core.records import Completion, FinishReason, GenerationRequest, SamplingParams, VersionSpan
-from flexmarl.rollout.manager import Answer, PublishedWeights, RolloutManager
-from flexmarl.testing.events import RecordingSink
-
-RED, BLUE = PolicyName("red"), PolicyName("blue")
-
-
-# --- fakes ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class FakeTimer:
-    name: str
-    delay_s: float
-    handler: Callable[[], None]
-    is_cancelled: bool = False
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-
-
-class FakeInbox:
-    """Handles facts at once, in order; timers fire when told."""
-
-    def __init__(self) -> None:
-        self.timers: list[FakeTimer] = []
-        self.errors: list[BaseException] = []
-
-    def post(self, source: str, fact: object, handler: Callable[[], None]) -> None:
-        handler()
-
-    def set_timer(self, name: str, delay_s: float, handler: Callable[[], None]) -> FakeTimer:
-        self.timers.append(FakeTimer(name, delay_s, handler))
-        return self.timers[-1]
-
-    def fail(self, error: BaseException) -> None:
-        self.errors.append(error)
-
-    def due(self, prefix: str = "") -> list[FakeTimer]:
-        return [timer for timer in self.timers if timer.name.startswith(prefix) and not timer.is_cancelled]
-
-    def fire(self, prefix: str) -> None:
-        for timer in self.due(prefix):
-            timer.is_cancelled = True
-            timer.handler()
-
-
-@dataclass
-class FakeInstance:
-    """A started worker; what it was sent lands in `sent`."""
-
-    spec: WorkerSpec
-    on_fact: Callable[[WorkerId, object], None]
-    sent: list[Any] = field(default_factory=list)
-    is_alive: bool = True
-
-    @property
-    def pid(self) -> int:
-        return 100
-
-    @property
-    def worker_id(self) -> WorkerId:
-        return self.spec.worker_id
-
-    def send(self, message: object) -> None:
-        if self.is_alive:
-            self.sent.append(message)
-
-    def say(self, fact: object) -> None:
-        self.on_fact(self.worker_id, fact)
-
-    def kill(self) -> None:
-        if self.is_alive:
-            self.die("signal SIGKILL")
-
-    def stop(self) -> None:
-        self.kill()
-
-    def die(self, reason: str = "exit code 1") -> None:
-        self.is_alive = False
-        self.say(WorkerExited(reason=reason, is_expected=False))
-
-    def load(self, *, digest: str | None = None) -> None:
-        """Do as the newest LoadWeights says."""
-        command = [message for message in self.sent if isinstance(message, LoadWeights)][-1]
-        self.say(
-            WeightsLoaded(
-                policy=command.policy,
-                policy_version=command.policy_version,
-                weights_version=command.weights_version,
-                digest=digest or command.digest,
-            )
-        )
-
-    def requests(self) -> list[GenerationRequest]:
-        return [message.request for message in self.sent if isinstance(message, Generate)]
-
-
-class FakeRuntime:
-    def __init__(self) -> None:
-        self.instances: list[FakeInstance] = []
-
-    def start(self, spec: WorkerSpec, on_fact: Callable[[WorkerId, object], None]) -> FakeInstance:
-        assert all(each.worker_id != spec.worker_id for each in self.instances)
-        self.instances.append(FakeInstance(spec, on_fact))
-        return self.instances[-1]
-
-
-def maker(worker_id: WorkerId) -> WorkerSpec:
-    return WorkerSpec(worker_id=worker_id, kind=ServiceKind.INSTANCE, factory="x:y")
-
-
-def weights(policy: PolicyName, version: int, *, weights_version: int | None = None) -> PublishedWeights:
-    held = version if weights_version is None else weights_version
-    return PublishedWeights(
-        policy=policy,
-        policy_version=version,
-        weights_version=held,
-        object_key=ObjectKey("weights", policy, held),
-        digest=f"{policy}@{held}",
-    )
-
-
-def request(name: str, policy: PolicyName = RED, *, version: int = 0, tokens: int = 10) -> GenerationRequest:
-    return GenerationRequest(
-        request_id=RequestId(name),
-        purpose=Purpose.TRAIN,
-        key=SampleKey(0, 0, 0, AgentName("a"), 0, 0),
-        attempt=0,
-        policy=policy,
-        min_version=version,
-        max_version=version,
-        prompt_tokens=(1,),
-        sampling=SamplingParams(max_new_tokens=tokens),
-        seed=hash(name) % 1000,
-    )
-
-
-def completion(name: str, instance: FakeInstance) -> Generated:
-    return Generated(
-        completion=Completion(
-            request_id=RequestId(name),
-            tokens=(1,),
-            logprobs=(-1.0,),
-            finish_reason=FinishReason.STOP,
-            version_spans=(VersionSpan(start=0, end=1, policy_version=0),),
-            weights_version=0,
-            instance_id=InstanceId(instance.worker_id),
-        )
-    )
-
-
-class Lab:
-    """A manager of `num_red` and `num_blue` instances."""
-
-    def __init__(self, num_red: int = 2, num_blue: int = 0, **settings: Any) -> None:
-        self.runtime = FakeRuntime()
-        self.inbox = FakeInbox()
-        self.events = RecordingSink()
-        specs = {policy: (count, maker) for policy, count in ((RED, num_red), (BLUE, num_blue)) if count}
-        runtime: Any = self.runtime
-        inbox: Any = self.inbox
-        self.manager = RolloutManager(
-            RolloutConfig(**settings), specs, runtime=runtime, inbox=inbox, events=self.events
-        )
-        self.policies = list(specs)
-        self.answers: dict[str, list[Answer]] = {}
-        self.num_published = 0
-        self.manager.start()
-
-    def publish(self, version: int = 0) -> None:
-        self.manager.publish({policy: weights(policy, version) for policy in self.policies}, self._published)
-
-    def _published(self) -> None:
-        self.num_published += 1
-
-    def serve(self, version: int = 0) -> None:
-        """Bring every instance to a published version."""
-        for instance in self.alive():
-            instance.say(WorkerReady(pid=1))
-        self.publish(version)
-        for instance in self.alive():
-            instance.load()
-
-    def alive(self) -> list[FakeInstance]:
-        return [instance for instance in self.runtime.instances if instance.is_alive]
-
-    def submit(self, name: str, policy: PolicyName = RED, **options: int) -> None:
-        self.answers[name] = []
-        self.manager.submit(request(name, policy, **options), self.answers[name].append)
-
-    def where(self, name: str) -> list[str]:
-        """The workers that were given a request, in order."""
-        return [
-            each.worker_id for each in self.runtime.instances for sent in each.requests() if sent.request_id == name
-        ]
-
-
-# --- cases ------------------------------------------------------------------------------------------------------------
+from flexmarl.rollout.manager import Answer
 
 
 @pytest.mark.unit
@@ -244,7 +31,7 @@ def test_requests_go_to_the_least_loaded_instance() -> None:
     lab.submit("e")
     assert lab.where("e") == ["instance-red-0.0"]
     assert lab.events.records[0] == RequestDispatched(
-        request_id=RequestId("long"), instance_id=InstanceId("instance-red-0"), rule="least_loaded", retry=0
+        request_id=RequestId("long"), instance_id=InstanceId("instance-red-0.0"), rule="least_loaded", retry=0
     )
 
 
@@ -282,7 +69,7 @@ def test_g8_a_death_moves_requests_with_the_same_key_and_seed() -> None:
     assert lab.events.records[-2:] == [
         WorkerRestarted(worker="instance-red-0", incarnation=1, reason="exit code 1"),
         RequestDispatched(
-            request_id=RequestId("a"), instance_id=InstanceId("instance-red-1"), rule="least_loaded", retry=1
+            request_id=RequestId("a"), instance_id=InstanceId("instance-red-1.0"), rule="least_loaded", retry=1
         ),
     ]
     second.say(completion("a", second))
@@ -331,6 +118,27 @@ def test_g7_a_request_without_an_answer_ends_its_instance() -> None:
     lab.inbox.fire("request a")
     assert lab.alive() == []
     assert lab.manager.num_waiting == 1
+    reason = "request a took longer than rollout.request_timeout_s=5"
+    assert lab.events.records[-1] == WorkerRestarted(worker="instance-red-0", incarnation=1, reason=reason)
+
+
+@pytest.mark.unit
+def test_g7_requests_that_die_of_the_time_limit_name_the_option() -> None:
+    lab = Lab(1, request_timeout_s=5.0, max_retries=0)
+    lab.serve()
+    lab.submit("a")
+    lab.submit("b")
+    lab.inbox.fire("request a")
+    for name in ("a", "b"):
+        (answer,) = lab.answers[name]
+        assert isinstance(answer, GenerationFailed)
+        assert answer.message == (
+            "1 instances died with it, the last: request a took longer than rollout.request_timeout_s=5"
+        )
+    # What ends the next incarnation is told as it is.
+    lab.inbox.fire("restart")
+    lab.alive()[0].die()
+    assert lab.events.records[-1] == WorkerRestarted(worker="instance-red-0", incarnation=2, reason="exit code 1")
 
 
 @pytest.mark.unit
@@ -340,6 +148,13 @@ def test_g7_a_load_without_an_end_ends_its_instance() -> None:
     lab.publish()
     lab.inbox.fire("load instance-red-0")
     assert lab.alive() == []
+    assert lab.events.records == [
+        WorkerRestarted(
+            worker="instance-red-0",
+            incarnation=1,
+            reason="loading weights took longer than rollout.request_timeout_s=5",
+        )
+    ]
     assert lab.num_published == 0
 
 
@@ -403,6 +218,117 @@ def test_a_publication_that_overtakes_a_load_is_loaded_after_it() -> None:
     assert lab.num_published == 2
     lab.submit("a", version=1)
     assert lab.where("a") == ["instance-red-0.1"]
+
+
+@pytest.mark.unit
+def test_draining_instances_finish_what_they_have_and_idle_ones_load_at_once() -> None:
+    lab = Lab(2)
+    lab.serve()
+    lab.submit("a", slack=1)
+    lab.submit("b", tokens=9, slack=1)
+    lab.submit("c", tokens=9, slack=1)
+    busy, other = lab.alive()
+    assert [lab.where(name) for name in ("a", "b", "c")] == [[busy.worker_id], [other.worker_id], [other.worker_id]]
+    other.say(completion("b", other))
+    other.say(completion("c", other))
+    lab.publish(1, may_have_requests=True)
+    assert [command.policy_version for command, _ in busy.loads] == [0]
+    assert [command.policy_version for command, _ in other.loads] == [0, 1]
+    lab.submit("d", slack=1)
+    assert lab.where("d") == []  # one drains, one loads
+    other.load()
+    assert lab.where("d") == [other.worker_id]
+    assert lab.num_published == 1  # the one before
+    busy.say(completion("a", busy))
+    assert [command.policy_version for command, _ in busy.loads] == [0, 1]
+    assert lab.num_published == 1
+    busy.load()
+    assert lab.num_published == 2
+    assert len(lab.answers["a"]) == 1
+
+
+@pytest.mark.unit
+def test_a_cancelled_request_drains_its_instance_too() -> None:
+    lab = Lab(1)
+    lab.serve()
+    lab.submit("a", slack=1)
+    (instance,) = lab.alive()
+    lab.publish(1, may_have_requests=True)
+    lab.manager.cancel([RequestId("a")])
+    assert instance.loads[-1] == (instance.sent[-1], [])
+    instance.load()
+    assert lab.num_published == 2
+
+
+@pytest.mark.unit
+def test_with_continue_an_instance_loads_at_once_and_keeps_its_requests() -> None:
+    lab = Lab(1, on_publish="continue")
+    lab.serve()
+    lab.submit("a", slack=1)
+    (instance,) = lab.alive()
+    lab.publish(1, may_have_requests=True)
+    assert [(command.policy_version, len(open_)) for command, open_ in instance.loads] == [(0, 0), (1, 1)]
+    lab.submit("b", slack=1)
+    assert lab.where("b") == []
+    instance.load()
+    assert lab.num_published == 2
+    assert (lab.where("a"), lab.where("b")) == ([instance.worker_id], [instance.worker_id])
+    instance.say(completion("a", instance))
+    assert len(lab.answers["a"]) == 1
+
+
+@pytest.mark.unit
+def test_g3_with_continue_a_request_whose_bounds_end_is_finished_first() -> None:
+    lab = Lab(1, on_publish="continue")
+    lab.serve()
+    lab.submit("bound")
+    lab.submit("free", slack=1)
+    (instance,) = lab.alive()
+    lab.publish(1, may_have_requests=True)
+    assert [command.policy_version for command, _ in instance.loads] == [0]
+    instance.say(completion("bound", instance))
+    assert [each.request_id for each in instance.loads[-1][1]] == ["free"]
+    instance.load()
+    assert lab.num_published == 2
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("on_publish", ["drain", "continue"])
+def test_g8_a_death_before_or_in_the_load_loses_no_request(on_publish: str) -> None:
+    lab = Lab(2, on_publish=on_publish)
+    lab.serve()
+    for name in ("a", "b"):
+        lab.submit(name, slack=1)
+    first, second = lab.alive()
+    lab.publish(1, may_have_requests=True)
+    first.die()  # it drains, or loads
+    if on_publish == "drain":
+        second.say(completion("b", second))
+    second.load()
+    assert lab.num_published == 2
+    assert lab.where("a") == [first.worker_id, second.worker_id]
+    second.say(completion("a", second))
+    lab.inbox.fire("restart")
+    (heir,) = [each for each in lab.alive() if each is not second]
+    heir.say(WorkerReady(pid=1))
+    assert [command.policy_version for command, _ in heir.loads] == [1]
+
+
+@pytest.mark.unit
+def test_g7_a_request_that_no_version_to_come_may_serve_is_answered() -> None:
+    lab = Lab(1)
+    lab.serve()
+    lab.submit("a")
+    lab.submit("b", version=1)
+    lab.publish(1, may_have_requests=True)
+    lab.alive()[0].die()
+    lab.submit("c")
+    for name in ("a", "c"):
+        (answer,) = lab.answers[name]
+        assert isinstance(answer, GenerationFailed)
+        assert answer.failure_kind is GenerationFailureKind.WRONG_VERSION
+        assert answer.message == "it wants version 0 at most, 1 is published"
+    assert (lab.answers["b"], lab.manager.num_waiting) == ([], 1)
 
 
 @pytest.mark.unit
@@ -538,172 +464,3 @@ def test_misuse_is_an_invariant_error() -> None:
     lab.publish(1)
     with pytest.raises(InvariantError, match="a publication began before the last one was done"):
         lab.publish(2)
-
-
-# --- state machine ----------------------------------------------------------------------------------------------------
-
-
-class ManagerMachine(RuleBasedStateMachine):
-    """Requests, answers, failures, deaths, restarts and publications in any order."""
-
-    @initialize(num_red=st.integers(1, 3), num_blue=st.integers(1, 2))
-    def open(self, num_red: int, num_blue: int) -> None:
-        self.lab = Lab(num_red, num_blue, max_retries=10**6, max_restarts=10**6)
-        self.version = 0
-        self.num_asked = 1
-        self.cancelled: set[str] = set()
-        self.lab.publish(0)
-
-    def _pick(self, data: st.DataObject, items: list[Any]) -> Any:
-        return data.draw(st.sampled_from(items)) if items else None
-
-    @rule(policy=st.sampled_from([RED, BLUE]), tokens=st.integers(1, 30))
-    def submit(self, policy: PolicyName, tokens: int) -> None:
-        if self.lab.num_published == self.num_asked:
-            self.lab.submit(f"r{len(self.lab.answers)}", policy, version=self.version, tokens=tokens)
-
-    @rule(data=st.data())
-    def become_ready(self, data: st.DataObject) -> None:
-        instance = self._pick(data, [each for each in self.lab.alive() if not each.sent and not self._is_ready(each)])
-        if instance is not None:
-            self.ready().add(instance.worker_id)
-            instance.say(WorkerReady(pid=1))
-
-    def ready(self) -> set[str]:
-        if not hasattr(self, "_ready"):
-            self._ready: set[str] = set()
-            self._num_loaded: dict[str, int] = {}
-        return self._ready
-
-    def _is_ready(self, instance: FakeInstance) -> bool:
-        return instance.worker_id in self.ready()
-
-    def _loads(self, instance: FakeInstance) -> list[LoadWeights]:
-        return [message for message in instance.sent if isinstance(message, LoadWeights)]
-
-    @rule(data=st.data(), is_wrong=st.booleans())
-    def load(self, data: st.DataObject, is_wrong: bool) -> None:
-        self.ready()
-        behind = [each for each in self.lab.alive() if len(self._loads(each)) > self._num_loaded.get(each.worker_id, 0)]
-        instance = self._pick(data, behind)
-        if instance is None:
-            return
-        place = self._num_loaded.get(instance.worker_id, 0)
-        self._num_loaded[instance.worker_id] = place + 1
-        command = self._loads(instance)[place]
-        instance.say(
-            WeightsLoaded(
-                policy=command.policy,
-                policy_version=command.policy_version,
-                weights_version=command.weights_version,
-                digest="wrong" if is_wrong else command.digest,
-            )
-        )
-        if is_wrong and command.policy_version == self.version:
-            assert not instance.is_alive
-
-    def _open(self) -> list[tuple[FakeInstance, str]]:
-        found = []
-        for instance in self.lab.alive():
-            cancelled = {
-                name for sent in instance.sent if isinstance(sent, CancelRequests) for name in sent.request_ids
-            }
-            for sent in instance.requests():
-                if not self.lab.answers[sent.request_id] and sent.request_id not in cancelled:
-                    found.append((instance, str(sent.request_id)))
-        return found
-
-    @rule(data=st.data(), is_good=st.booleans())
-    def answer(self, data: st.DataObject, is_good: bool) -> None:
-        chosen = self._pick(data, self._open())
-        if chosen is None:
-            return
-        instance, name = chosen
-        if is_good:
-            instance.say(completion(name, instance))
-        else:
-            instance.say(
-                GenerationFailed(
-                    request_id=RequestId(name), failure_kind=GenerationFailureKind.ENGINE, message="broken"
-                )
-            )
-
-    @rule(data=st.data())
-    def die(self, data: st.DataObject) -> None:
-        instance = self._pick(data, self.lab.alive())
-        if instance is not None:
-            instance.die()
-
-    @rule()
-    def restart(self) -> None:
-        self.lab.inbox.fire("restart")
-
-    @rule(data=st.data())
-    def time_out(self, data: st.DataObject) -> None:
-        timer = self._pick(data, [*self.lab.inbox.due("request"), *self.lab.inbox.due("load")])
-        if timer is not None:
-            timer.is_cancelled = True
-            timer.handler()
-
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        name = self._pick(data, [name for name, answers in self.lab.answers.items() if not answers])
-        if name is not None:
-            self.cancelled.add(name)
-            self.lab.manager.cancel([RequestId(name)])
-
-    @precondition(lambda self: self.lab.num_published == self.num_asked)
-    @rule()
-    def publish(self) -> None:
-        if self.lab.manager.num_running == self.lab.manager.num_waiting == 0:
-            self.version += 1
-            self.num_asked += 1
-            self.lab.publish(self.version)
-
-    @invariant()
-    def answered_at_most_once_and_never_after_a_cancel(self) -> None:
-        for name, answers in self.lab.answers.items():
-            assert len(answers) <= (0 if name in self.cancelled else 1)
-
-    @invariant()
-    def only_verified_instances_of_the_policy_get_requests(self) -> None:
-        for instance in self.lab.runtime.instances:
-            served = None
-            loads = iter(self._loads(instance))
-            for message in instance.sent:
-                if isinstance(message, LoadWeights):
-                    served = next(loads)
-                elif isinstance(message, Generate):
-                    assert served is not None
-                    assert message.request.policy == served.policy
-                    assert message.request.min_version <= served.policy_version <= message.request.max_version
-
-    @invariant()
-    def every_wait_has_a_deadline(self) -> None:
-        due = {timer.name for timer in self.lab.inbox.due()}
-        for _, name in self._open():
-            assert f"request {name}" in due
-        assert self.lab.manager.num_running == len([name for name in due if name.startswith("request")])
-
-    def teardown(self) -> None:
-        if not hasattr(self, "lab"):
-            return
-        for _ in range(50):
-            self.lab.inbox.fire("restart")
-            for instance in self.lab.alive():
-                if not self._is_ready(instance):
-                    self.ready().add(instance.worker_id)
-                    instance.say(WorkerReady(pid=1))
-                if len(self._loads(instance)) > self._num_loaded.get(instance.worker_id, 0):
-                    self._num_loaded[instance.worker_id] = len(self._loads(instance))
-                    instance.load()
-            for instance, name in self._open():
-                instance.say(completion(name, instance))
-        assert self.lab.num_published == self.num_asked
-        for name, answers in self.lab.answers.items():
-            assert len(answers) == (0 if name in self.cancelled else 1)
-        assert self.lab.inbox.errors == []
-
-
-ManagerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
-TestG8Manager = pytest.mark.property(ManagerMachine.TestCase)

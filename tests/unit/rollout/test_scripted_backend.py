@@ -155,6 +155,20 @@ def test_cancelled_requests_are_not_answered() -> None:
     assert list(run(backend)[0]) == ["r3"]
 
 
+def test_weights_change_between_two_steps_and_touch_no_token() -> None:
+    expected = backend_with(num_slots=2)
+    backend = backend_with(num_slots=2)
+    for each in (expected, backend):
+        for seed in (1, 2, 3):
+            each.add(request_of(seed, limit=4, ignore_stop=True))
+    assert backend.num_generated() == {"r1": 0, "r2": 0, "r3": 0}
+    backend.step(describe)
+    backend.load_weights(ObjectKey("weights", "actor", 1))
+    assert backend.num_generated() == {"r1": 1, "r2": 1, "r3": 0}
+    assert run(backend)[0] == run(expected)[0]
+    assert backend.num_generated() == {}
+
+
 def test_weights_are_digested() -> None:
     content = packed_bytes(b"other weights")
     backend = ScriptedBackend(ScriptedRolloutConfig(), OneObject(content), tokens=TOKENS)  # type: ignore[arg-type]

@@ -372,11 +372,17 @@ def test_weights_of_another_model_are_refused(model: Any, tmp_path: Path) -> Non
         backend.load_weights(KEY)
 
 
-def test_weights_are_not_loaded_under_a_request(model: Any, tmp_path: Path) -> None:
-    backend = engine_of(model, tmp_path)
-    backend.add(request_of("r", [3]))
-    with pytest.raises(BackendError, match="1 requests are unfinished"):
-        backend.load_weights(KEY)
+def test_generated_tokens_are_counted_while_sequences_move_between_slots(model: Any, tmp_path: Path) -> None:
+    backend = engine_of(model, tmp_path, num_slots=2)
+    for name, limit in (("short", 2), ("long", 9), ("waits", 3)):
+        backend.add(request_of(name, [3, 4], limit=limit, ignore_stop=True))
+    assert backend.num_generated() == {"short": 0, "long": 0, "waits": 0}
+    assert set(step(backend)) == {"short"}  # a step reads prompts and decodes: two tokens each
+    assert backend.num_generated() == {"long": 2, "waits": 0}
+    step(backend)
+    assert backend.num_generated() == {"long": 3, "waits": 2}
+    run(backend)
+    assert backend.num_generated() == {}
 
 
 def test_models_whose_activations_depend_on_the_slot_are_not_deterministic(tmp_path: Path) -> None:

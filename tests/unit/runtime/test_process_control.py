@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flexmarl.runtime.local.episode_thread import user_location
+from flexmarl.runtime.local.loop_watchdog import user_location
 from flexmarl.runtime.local.process_control import MARK_VARIABLE, kill_marked, start_time_ticks
 
 pytestmark = pytest.mark.unit

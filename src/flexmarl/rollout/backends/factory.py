@@ -17,7 +17,8 @@ def build_backend(objects: ObjectPlane, options: Mapping[str, Any]) -> Inference
     `rollout.deterministic`. Others are left to their readers.
 
     Raises:
-        ConfigError: the model has layers that the engine cannot serve, or the vocabulary cannot be drawn from.
+        ConfigError: the model has layers that the engine cannot serve, the vocabulary cannot be drawn from, or the
+            trace cannot be read.
         BackendError: the model folder cannot be read.
     """
     config = RolloutConfig.model_validate({"backend": options["backend"]}).backend
@@ -33,6 +34,10 @@ def build_backend(objects: ObjectPlane, options: Mapping[str, Any]) -> Inference
                 admit_every=config.admit_every,
                 is_deterministic=options.get("is_deterministic", False),
             )
+        case ScriptedRolloutConfig(trace=str() as trace):
+            from flexmarl.rollout.backends.trace import TraceBackend
+
+            return TraceBackend(Path(trace), objects)
         case ScriptedRolloutConfig():
             from flexmarl.models import ScriptedTokenizer
             from flexmarl.rollout.backends.scripted import ScriptedBackend

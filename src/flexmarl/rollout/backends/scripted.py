@@ -7,11 +7,11 @@ Invariants:
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flexmarl.config import ScriptedRolloutConfig
-from flexmarl.core.errors import BackendError, ConfigError
+from flexmarl.core.errors import ConfigError
 from flexmarl.core.ids import ObjectKey, RequestId
 from flexmarl.core.messages import Generated
 from flexmarl.core.protocols import BackendStep, CompletionStamp, ObjectPlane
@@ -51,9 +51,12 @@ class ScriptedBackend:
 
     def load_weights(self, weights: ObjectKey) -> str:
         """See InferenceBackend: digests the object, and keeps nothing of it."""
-        if self.num_unfinished:
-            raise BackendError(f"weights {weights} arrived while {self.num_unfinished} requests are unfinished")
         return self._objects.packed(weights).digest()
+
+    def num_generated(self) -> Mapping[RequestId, int]:
+        """See InferenceBackend."""
+        waiting = {request.request_id: 0 for request in self._waiting}
+        return waiting | {request_id: running.num_done for request_id, running in self._running.items()}
 
     def add(self, request: GenerationRequest) -> None:
         """See InferenceBackend."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from flexmarl.core.ids import RequestId
 from flexmarl.core.records import GenerationRequest
 from flexmarl.rollout.backends.sampling import SamplingBatch, uniforms
 
@@ -117,6 +118,10 @@ class SlotTable:
     def slot_of(self, request_id: str) -> int | None:
         """Return the slot in which a request runs."""
         return next((slot for slot, each in enumerate(self._requests) if each.request_id == request_id), None)
+
+    def num_generated(self) -> dict[RequestId, int]:
+        """Return the number of new tokens of each running request."""
+        return {request.request_id: int(count) for request, count in zip(self._requests, self._num_new, strict=False)}
 
     def num_cached(self, slot: int) -> int:
         """Return the number of cached tokens of a live slot."""

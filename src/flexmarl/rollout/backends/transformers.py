@@ -10,6 +10,7 @@ Invariants:
 """
 
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,14 @@ class TransformersBackend:
         self._steps_since_admission = 0
 
     def load_weights(self, weights: ObjectKey) -> str:
-        """See InferenceBackend."""
-        if self.num_unfinished:
-            raise BackendError(f"weights {weights} arrived while {self.num_unfinished} requests are unfinished")
+        """See InferenceBackend: what is cached of unfinished requests stays as the weights before have made it."""
         self._parameters.copy_from(self._objects.packed(weights))
         self._forward.refresh()
         return self._parameters.digest()
+
+    def num_generated(self) -> Mapping[RequestId, int]:
+        """See InferenceBackend."""
+        return {request.request_id: 0 for request in self._waiting} | self._slots.num_generated()
 
     def add(self, request: GenerationRequest) -> None:
         """See InferenceBackend."""

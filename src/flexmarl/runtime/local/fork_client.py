@@ -228,6 +228,7 @@ def _spawn(settings: ForkServerSettings, control: socket.socket) -> subprocess.P
 def _startup_message(settings: ForkServerSettings) -> dict[str, object]:
     return {
         "sys_path": list(sys.path),
+        "argv": list(sys.argv),
         "preload": list(settings.preload),
         "mark": settings.run_mark,
         "object_folder": str(settings.object_folder),

@@ -232,7 +232,9 @@ def main(argv: list[str]) -> None:
     if parent_pidfd is None:
         _clean_up(settings)
         return
+    # Modules of the user see the orchestrator's; the working directory is inherited.
     sys.path[:] = settings["sys_path"]
+    sys.argv[:] = settings["argv"]
     server = ForkServer(control, parent_pidfd, settings)
     try:
         server.preload()

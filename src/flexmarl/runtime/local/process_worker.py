@@ -50,6 +50,7 @@ class ProcessWorker(SupervisedWorker):
                 "spec": to_plain(spec),
                 "object_folder": str(object_folder),
                 "heartbeat_s": min(1.0, config.heartbeat_timeout_s / _CHECKS_PER_TIMEOUT),
+                "stop_timeout_s": config.stop_timeout_s,
             },
         )
         super().__init__(spec=spec, on_fact=on_fact, config=config, loop=loop, on_over=on_over)

@@ -1,4 +1,6 @@
-"""`LocalRuntime`: the orchestrator here, one process per instance and process group, workflows in a thread.
+"""`LocalRuntime`: the orchestrator here, instances, process groups and episode workers in processes of their own.
+
+Episode workers may be threads instead; under `runtime.inline` all are.
 
 What keeps a run from leaving anything behind (promise G7):
 - a worker dies with its fork server (death signal) and with the orchestrator (its socket's other end);
@@ -145,7 +147,8 @@ class LocalRuntime:
         return worker
 
     def _host(self, spec: WorkerSpec, on_fact: Callable[[WorkerId, object], None]) -> SupervisedWorker:
-        if spec.kind is ServiceKind.EPISODE_WORKER or self._config.inline:
+        is_episode_thread = spec.kind is ServiceKind.EPISODE_WORKER and not spec.is_process
+        if is_episode_thread or self._config.inline:
             host = EpisodeThread if spec.kind is ServiceKind.EPISODE_WORKER else ThreadWorker
             worker = host(
                 spec=spec,

@@ -15,7 +15,8 @@ from flexmarl.core.errors import BackendError
 MAX_FRAME_BYTES = 512 * 2**20
 """More than any micro-batch needs; tensors travel on the object plane."""
 
-_LENGTH = struct.Struct(">I")
+LENGTH = struct.Struct(">I")
+"""What goes before every body."""
 
 
 class FrameKind(StrEnum):
@@ -47,7 +48,7 @@ def encode_frame(kind: FrameKind, payload: object = None, *, max_bytes: int = MA
             f"a {kind.value} frame of {len(body)} bytes is over the limit of {max_bytes}: lower "
             "training.micro_batch_tokens, or send large content through the object plane"
         )
-    return _LENGTH.pack(len(body)) + body
+    return LENGTH.pack(len(body)) + body
 
 
 def encode_record(kind: FrameKind, record: object, *, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
@@ -58,13 +59,47 @@ def encode_record(kind: FrameKind, record: object, *, max_bytes: int = MAX_FRAME
         raise BackendError(f"message {kind_of(record)}: {error}") from error
 
 
-class FrameDecoder:
-    """Cuts a stream of bytes into frames."""
+class FrameCutter:
+    """Cuts a stream of bytes into the bodies of frames."""
 
     def __init__(self, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
         """Start at a frame's first byte."""
         self._buffer = bytearray()
         self._max_bytes = max_bytes
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the bodies that `data` completes, in order.
+
+        Raises:
+            BackendError: a frame claims more than `max_bytes`.
+        """
+        self._buffer += data
+        bodies = []
+        start = 0
+        while (body := self._body_at(start)) is not None:
+            bodies.append(body)
+            start += LENGTH.size + len(body)
+        del self._buffer[:start]
+        return bodies
+
+    def _body_at(self, start: int) -> bytes | None:
+        body_start = start + LENGTH.size
+        if len(self._buffer) < body_start:
+            return None
+        (num_bytes,) = LENGTH.unpack_from(self._buffer, start)
+        if num_bytes > self._max_bytes:
+            raise BackendError(f"a frame claims {num_bytes} bytes, over the limit of {self._max_bytes}")
+        if len(self._buffer) < body_start + num_bytes:
+            return None
+        return bytes(self._buffer[body_start : body_start + num_bytes])
+
+
+class FrameDecoder:
+    """Cuts a stream of bytes into frames and reads them."""
+
+    def __init__(self, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        """Start at a frame's first byte."""
+        self._cutter = FrameCutter(max_bytes=max_bytes)
 
     def feed(self, data: bytes) -> list[tuple[FrameKind, Any]]:
         """Return the frames that `data` completes, in order.
@@ -72,25 +107,7 @@ class FrameDecoder:
         Raises:
             BackendError: the bytes are not frames.
         """
-        self._buffer += data
-        frames = []
-        start = 0
-        while (body := self._body_at(start)) is not None:
-            frames.append(_decode(body))
-            start += _LENGTH.size + len(body)
-        del self._buffer[:start]
-        return frames
-
-    def _body_at(self, start: int) -> bytes | None:
-        body_start = start + _LENGTH.size
-        if len(self._buffer) < body_start:
-            return None
-        (num_bytes,) = _LENGTH.unpack_from(self._buffer, start)
-        if num_bytes > self._max_bytes:
-            raise BackendError(f"a frame claims {num_bytes} bytes, over the limit of {self._max_bytes}")
-        if len(self._buffer) < body_start + num_bytes:
-            return None
-        return bytes(self._buffer[body_start : body_start + num_bytes])
+        return [_decode(body) for body in self._cutter.feed(data)]
 
 
 def _decode(body: bytes) -> tuple[FrameKind, Any]:

@@ -1,4 +1,4 @@
-"""A worker process, from the fork on: isolation, its channel, its pulse.
+"""A worker process, from the fork on: isolation, its service, its pulse.
 
 The pulse thread sends heartbeats and watches the socket's other end, so that the orchestrator knows that the process
 lives, and the process ends with the orchestrator, also while it computes.
@@ -7,90 +7,24 @@ lives, and the process ends with the orchestrator, also while it computes.
 import faulthandler
 import logging
 import os
-import select
 import signal
 import socket
 import sys
 import threading
-import time
-from collections import deque
 from pathlib import Path
-from typing import Any, NoReturn
 
-from flexmarl.core.codec import from_plain, from_tagged
-from flexmarl.core.protocols import WorkerContext, WorkerSpec
+from flexmarl.core.codec import from_plain
+from flexmarl.core.protocols import ServiceKind, WorkerContext, WorkerSpec
 from flexmarl.objects import HostObjectPlane
 from flexmarl.runtime.clock import MonotonicClock
-from flexmarl.runtime.local.process_control import die_with_parent, set_process_name
-from flexmarl.runtime.local.wire import FrameDecoder, FrameKind, encode_frame, encode_record
-from flexmarl.runtime.service_host import STOP_ASKED, WorkerKilled, error_reason, host_service
+from flexmarl.runtime.local.episode_host import host_episodes
+from flexmarl.runtime.local.episode_process import SocketEpisodeChannel, reseed_libraries
+from flexmarl.runtime.local.process_control import die_with_parent, end_process_group, set_process_name
+from flexmarl.runtime.local.socket_channel import SocketChannel
+from flexmarl.runtime.local.wire import FrameKind, encode_frame
+from flexmarl.runtime.service_host import WorkerKilled, error_reason, host_service
 
 logger = logging.getLogger(__name__)
-
-_READ_BYTES = 1024 * 1024
-
-
-class SocketChannel:
-    """A `HostChannel` over a blocking socket. Raises WorkerKilled when the orchestrator has let go of its end."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        """Own the connected `sock`."""
-        self._sock = sock
-        self._decoder = FrameDecoder()
-        self._arrived: deque[tuple[FrameKind, Any]] = deque()
-        self._write_lock = threading.Lock()
-
-    def read_spec(self) -> dict[str, Any]:
-        """Wait for the first frame and return its payload."""
-        while not self._arrived:
-            self._read(is_waiting=True)
-        payload: dict[str, Any] = self._arrived.popleft()[1]
-        return payload
-
-    def receive(self, *, is_waiting: bool) -> list[object]:
-        """Return the commands that have arrived, in order; with `is_waiting`, at least one."""
-        while self._read(is_waiting=is_waiting and not self._arrived):
-            continue
-        commands: list[object] = []
-        while self._arrived:
-            kind, payload = self._arrived.popleft()
-            commands.append(STOP_ASKED if kind is FrameKind.STOP else from_tagged(payload))
-        return commands
-
-    def send_fact(self, fact: object) -> None:
-        """Send a fact. Usable from any thread."""
-        self.write(encode_record(FrameKind.FACT, fact))
-
-    def sleep(self, duration_s: float) -> None:
-        """Let modelled time pass."""
-        time.sleep(duration_s)
-
-    def write(self, frame: bytes) -> None:
-        """Send a whole frame; threads take turns."""
-        try:
-            with self._write_lock:
-                self._sock.sendall(frame)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise WorkerKilled from error
-
-    def wait_for_hang_up(self, timeout_s: float) -> bool:
-        """Return True when the other end was closed, False after `timeout_s`. Reads nothing."""
-        poller = select.poll()
-        poller.register(self._sock, select.POLLRDHUP)
-        return bool(poller.poll(timeout_s * 1000))
-
-    def _read(self, *, is_waiting: bool) -> bool:
-        """Take in what the socket holds; False when that was nothing."""
-        try:
-            data = self._sock.recv(_READ_BYTES, 0 if is_waiting else socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except ConnectionResetError as error:
-            raise WorkerKilled from error
-        if not data:
-            raise WorkerKilled
-        self._arrived.extend(self._decoder.feed(data))
-        return True
 
 
 def run_worker_process(sock: socket.socket, *, name: str, log_path: str, parent_pid: int) -> None:
@@ -112,12 +46,6 @@ def run_worker_process(sock: socket.socket, *, name: str, log_path: str, parent_
     os._exit(code)
 
 
-def end_process_group() -> NoReturn:
-    """End this process and those that it started, now."""
-    os.killpg(0, signal.SIGKILL)
-    os._exit(1)  # not reached: this process is in the group
-
-
 def _serve(channel: SocketChannel) -> int:
     first = channel.read_spec()
     if channel.wait_for_hang_up(0):
@@ -127,16 +55,24 @@ def _serve(channel: SocketChannel) -> int:
     try:
         spec = from_plain(WorkerSpec, first["spec"])
         objects = HostObjectPlane(Path(first["object_folder"]))
-        context = WorkerContext(
-            worker_id=spec.worker_id, objects=objects, clock=MonotonicClock(), send=channel.send_fact
-        )
-        reason = host_service(spec, context, channel)
+        reason = _host(spec, objects, channel, stop_timeout_s=float(first["stop_timeout_s"]))
     except Exception as error:
         logger.exception("the worker could not start")
         reason = error_reason(error)
     if reason is not None:
         channel.write(encode_frame(FrameKind.ERROR, reason))
     return 0 if reason is None else 1
+
+
+def _host(spec: WorkerSpec, objects: HostObjectPlane, channel: SocketChannel, *, stop_timeout_s: float) -> str | None:
+    clock = MonotonicClock()
+    if spec.kind is not ServiceKind.EPISODE_WORKER:
+        context = WorkerContext(worker_id=spec.worker_id, objects=objects, clock=clock, send=channel.send_fact)
+        return host_service(spec, context, channel)
+    reseed_libraries()
+    episodes = SocketEpisodeChannel(channel)
+    context = WorkerContext(worker_id=spec.worker_id, objects=objects, clock=clock, send=episodes.send)
+    return host_episodes(spec, context, episodes, stop_timeout_s=stop_timeout_s, closes_loop=False)
 
 
 def _pulse(channel: SocketChannel, heartbeat_s: float) -> None:
