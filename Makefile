@@ -13,10 +13,10 @@ unexport PYTHONPATH VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 PYTEST = timeout --kill-after=30 $(1) $(BIN)/python -m pytest -m "($(2)) and not ray and not vllm and not gpu" $(3)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train eval test check format bench nightly integration e2e crash examples docs clean
+.PHONY: help setup train eval test check format bench nightly integration e2e crash crash-matrix examples docs clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: .venv/.setup-stamp  ## Make .venv with the locked dependencies; does nothing when it is up to date
 	@:
@@ -42,6 +42,9 @@ e2e: setup  ## The command line trains a small model (at most 6 minutes)
 
 crash: setup  ## Processes are killed (at most 8 minutes)
 	@$(call PYTEST,8m,crash)
+
+crash-matrix: setup  ## Kill every process at every moment and print the table (20 minutes); ARGS="orchestrator" takes a part
+	@$(BIN)/python -m flexmarl.testing.crash_matrix $(ARGS)
 
 examples: setup  ## Run every example (at most 5 minutes)
 	@$(call PYTEST,5m,examples)

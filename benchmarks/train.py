@@ -28,7 +28,7 @@ import transformers
 from report import parser_of, spread_of, with_setting
 from torch import Tensor
 
-from flexmarl.algorithms.losses import policy_gradient_loss, projected_loss
+from flexmarl.algorithms.losses import TokenTerms, policy_gradient_loss, projected_loss
 from flexmarl.config import AlgorithmConfig, OptimizerConfig, TorchTrainingConfig
 from flexmarl.core.records import Sample
 from flexmarl.core.rng import HashRng
@@ -156,7 +156,8 @@ def plain_loss(hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Tens
 def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Tensor) -> Tensor:
     """Return the same as the backend computes it."""
     ones = torch.ones(len(targets))
-    return projected_loss(hidden, weight, targets, ones, policy_gradient_loss(advantages, ones)).loss
+    terms = TokenTerms(advantages_N=advantages, weights_N=ones, rollout_logprobs_N=torch.zeros(len(targets)))
+    return projected_loss(hidden, weight, targets, ones, policy_gradient_loss(terms, AlgorithmConfig())).loss
 
 
 LOSSES = {"plain_": plain_loss, "": chunked_loss}

@@ -58,7 +58,10 @@ class StepWaterfall:
 
     def busy(self) -> dict[str, float]:
         """Return the seconds that workers worked, summed over workers."""
-        generating_s = sum(self.last_answer_s[name] - start_s for name, start_s in self.first_request_s.items())
+        # An incarnation that died may have answered nothing.
+        generating_s = sum(
+            self.last_answer_s.get(name, start_s) - start_s for name, start_s in self.first_request_s.items()
+        )
         return {"generation": generating_s, **self.work_s}
 
 
@@ -80,8 +83,7 @@ def step_waterfalls(events_path: Path) -> list[StepWaterfall]:
                 current.first_request_s.setdefault(record.instance_id, now_s)
             case Generated():
                 current.marks["generation"] = now_s
-                # A fact comes from an incarnation, `<instance>.<n>`.
-                current.last_answer_s[event.source.rpartition(".")[0]] = now_s
+                current.last_answer_s[record.completion.instance_id] = now_s
             case GroupClosed():
                 current.marks["closing"] = now_s
             case GradientAccumulated():

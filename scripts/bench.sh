@@ -3,7 +3,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 status=0
-for script in benchmarks/{end_to_end,rollout,train}.py; do
+for script in benchmarks/{end_to_end,overlap,rollout,store,train}.py; do
     echo "=== $script"
     timeout --kill-after=30 20m .venv/bin/python "$script" --json "$@" || {
         echo "=== $script FAILED"

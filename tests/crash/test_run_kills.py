@@ -98,7 +98,7 @@ def test_g2_sigkill_of_an_instance_with_requests_in_flight_retries_them(lab: Run
     events = [event.record for event in read_events(lab.folder / "run" / "events.jsonl")]
     retried = [record for record in events if isinstance(record, RequestDispatched) and record.retry == 1]
     assert retried
-    assert {record.instance_id for record in retried} == {"instance-wr-0"}
+    assert {record.instance_id for record in retried} == {"instance-wr-0.1"}
 
 
 def test_g2_sigkill_of_a_process_group_in_mid_step_trains_every_row_once(gated: GatedRun, undisturbed: Trained) -> None:
@@ -208,20 +208,12 @@ def test_g7_a_row_that_kills_its_process_group_again_and_again_ends_the_run_with
 ) -> None:
     config = scripted_config()
     config["training"] |= {"micro_batch_tokens": 1, "seal_every": 100}
-    config["training"]["backend"]["token_s"] = 0.004
     row = undisturbed.steps[0].keys[PolicyName("ju")][4]
-    poison = f"status='leased' AND step=0 AND query={row.query} AND trajectory={row.trajectory} AND agent='judge'"
-    killed: set[int | None] = set()
-    with lab.start("train", lab.write_config(config), "run.dir=run") as live:
-        live.mark()
-        while live.process.poll() is None and len(killed) < 6:
-            # Other rows are trained in between, so it is not three deaths in a row.
-            for lease_id in set(lease_ids(lab.folder / "run", poison)) - killed:
-                killed.add(lease_id)
-                kill(live.worker_pid("trainer-ju"))
-            time.sleep(0.005)
+    # Other rows are trained in between, so it is not three deaths in a row.
+    plan = " then ".join([f"send:accumulate_gradient/{row!r}:1 then kill trainer-ju"] * 6)
+    with lab.start(plan, "train", lab.write_config(config), "run.dir=run", command=KILLING) as live:
         assert live.wait() == 1, live.output()
-        assert len(killed) == 3
+        assert live.output().count("kill point: kill trainer-ju") == 3
         assert "training.max_attempts=3" in live.output()
         assert f"(rows {row})" in live.output()
         assert "Traceback" not in live.output()
@@ -252,14 +244,9 @@ def check_live(live: LiveRun) -> None:
     "point",
     [
         "event:step_dispatched:3",
-        "event:gradient_accumulated:6",
-        "event:cache_sealed:2",
         "event:update_applied:5",  # the first policy of step 2 has its update, the second has not
-        "event:weights_loaded:7",
         "event:work_done/store.commit:3",  # durable, but nobody knows yet
-        "os.mkdir:.step_2.draft:1",
         "os.rename:.step_4.draft:1",
-        "event:checkpoint_written:1",
     ],
 )
 def test_g4_sigkill_of_the_orchestrator_at_a_point_and_resume(lab: RunLab, undisturbed: Trained, point: str) -> None:

@@ -82,6 +82,26 @@ def test_g10_a_wrong_data_file_is_named_with_its_line(lab: RunLab, content: str,
     assert message in output
 
 
+@pytest.mark.parametrize("command", ["validate", "train"])
+def test_output_that_nobody_reads_is_no_error(lab: RunLab, command: str) -> None:
+    config = lab.write_config(scripted_config())
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "flexmarl.cli", command, config, "pipeline.num_steps=1"],
+            cwd=lab.folder,
+            stdout=write_fd,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(write_fd)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_g10_a_workflow_that_always_fails_ends_the_run_with_its_line(lab: RunLab) -> None:
     (lab.folder / "team.py").write_text(
         "import flexmarl\n\n\n@flexmarl.workflow\nasync def broken(episode):\n    return episode.query['answer']\n"
@@ -190,7 +210,7 @@ def test_g7_a_file_size_limit_ends_the_run_with_a_clear_error_and_it_resumes_wit
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_stop_in_mid_step_saves_a_checkpoint_and_says_how_to_go_on(lab: RunLab, name: str) -> None:
     with lab.start("train", lab.write_config(gated_config(lab)), "run.dir=run") as live:
         wait_until(lambda: is_waiting(lab), "a trajectory at the gate")

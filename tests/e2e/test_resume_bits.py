@@ -4,6 +4,7 @@ With `rollout.deterministic` and canonical accumulation the tokens, their log-pr
 by default at least 99.9 % of the tokens of the first step after the resume.
 """
 
+import asyncio
 import json
 import sqlite3
 from collections.abc import Sequence
@@ -13,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from flexmarl.store.payload import DiskBytes, PayloadLog, PayloadSlot, unpack_turn
-from flexmarl.testing.runs import RunLab
+from flexmarl.core.ids import SampleKey
+from flexmarl.store import SqliteStore
+from flexmarl.testing.runs import RunLab, call_inline
 
 pytestmark = pytest.mark.e2e
 
@@ -23,7 +25,6 @@ STOP_AFTER = 2
 NUM_TRAJECTORIES = 4
 DETERMINISTIC = ("rollout.deterministic=true", "training.backend.accumulation=canonical")
 
-Key = tuple[int, int, int, str, int, int]
 Turn = tuple[list[int], list[float]]
 """Tokens and log-probs."""
 
@@ -39,6 +40,7 @@ def config() -> dict[str, Any]:
         "optimizer": {"learning_rate": 1e-3},
         "pipeline": {"num_steps": NUM_STEPS, "queries_per_step": 4, "trajectories_per_query": NUM_TRAJECTORIES},
         "rollout": {"max_new_tokens": 12},
+        "store": {"retention": "all"},
         "eval": {"at_ends": False},
     }
 
@@ -55,20 +57,22 @@ def undisturbed_and_resumed(folder: Path, *overrides: str) -> tuple[Path, Path]:
     return folder / "whole", folder / "parts"
 
 
-def turns_of(run_dir: Path) -> dict[Key, Turn]:
+def turns_of(run_dir: Path) -> dict[SampleKey, Turn]:
     """Return what each committed turn generated."""
-    columns = "step, query, trajectory, agent, branch, turn, payload_offset, payload_bytes, payload_checksum"
-    turns: dict[Key, Turn] = {}
-    payload = PayloadLog(DiskBytes(next((run_dir / "store").glob("payload*"))))
-    with closing(sqlite3.connect(run_dir / "store" / "index.db")) as index, closing(payload):
-        tables = index.execute("SELECT name FROM sqlite_master WHERE type='table' AND name GLOB 'rows_*'").fetchall()
-        for (table,) in tables:
-            for *key, offset, num_bytes, checksum in index.execute(
-                f"SELECT {columns} FROM \"{table}\" WHERE status='committed'"
-            ):
-                slot = PayloadSlot(offset=offset, num_bytes=num_bytes, checksum=checksum)
-                turn = unpack_turn(payload.read(slot))
-                turns[tuple(key)] = (list(turn.response_tokens), list(turn.logprobs))
+    return asyncio.run(_turns_of(run_dir))
+
+
+async def _turns_of(run_dir: Path) -> dict[SampleKey, Turn]:
+    store = await SqliteStore.open(run_dir / "store", call_inline)
+    turns: dict[SampleKey, Turn] = {}
+    try:
+        for commit in await store.commits_after(0):
+            for policy, part in commit.policies.items():
+                for name in part.micro_batches:
+                    for sample in await store.micro_batch(policy, commit.step, name):
+                        turns[sample.turn.key] = (list(sample.turn.response_tokens), list(sample.turn.logprobs))
+    finally:
+        await store.close()
     return turns
 
 
@@ -99,6 +103,6 @@ def test_g5_a_resumed_run_has_the_same_tokens_and_weights_bit_for_bit(tmp_path: 
 def test_g5_by_default_the_first_resumed_step_has_nearly_all_the_same_tokens(tmp_path: Path) -> None:
     whole, parts = (turns_of(run_dir) for run_dir in undisturbed_and_resumed(tmp_path, "optimizer.learning_rate=1e-4"))
     assert whole.keys() == parts.keys()
-    first = sorted(key for key in whole if key[0] == STOP_AFTER)
+    first = sorted(key for key in whole if key.step == STOP_AFTER)
     assert len(first) == 4 * NUM_TRAJECTORIES * 2
     assert share_of_equal_tokens([whole[key] for key in first], [parts[key] for key in first]) >= 0.999

@@ -179,7 +179,7 @@ def test_g3_g4_versions_advance_in_lockstep(tmp_path: Path) -> None:
             case StepCommitted():
                 version += 1
             case StepDispatched():
-                assert event.record.dispatch.policy_version == version
+                assert event.record.dispatch.max_version == version
             case Generated():
                 spans = event.record.completion.version_spans
                 assert {span.policy_version for span in spans} == {version}

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 NUM_STEPS = 2
 STRIDE = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 23
-WORKERS = ["trainer-small", "trainer-large", "instance-small-0", "instance-large-0", "episodes"]
+WORKERS = ["trainer-small", "trainer-large", "instance-small-0", "instance-large-0", "episodes-0"]
 
 
 def load_queries(*, split: str, num_queries: int | None, seed: int) -> list[dict[str, Any]]:

@@ -10,7 +10,8 @@ import pytest
 from flexmarl.api import TrainResult, evaluate, train
 from flexmarl.config import parse_config
 from flexmarl.core.errors import ConfigError, StoreError
-from flexmarl.core.events import CheckpointWritten, EvaluationDone, RunEnded, RunStarted, StepCommitted
+from flexmarl.core.events import CheckpointWritten, EvaluationDone, RunEnded, RunStarted, StepCommitted, StepReplayed
+from flexmarl.core.messages import Generated
 from flexmarl.orchestrator.checkpoint import list_checkpoints
 from flexmarl.orchestrator.run import Orchestrator
 from flexmarl.telemetry import EventLog, SilentListener, read_events, read_metrics
@@ -71,17 +72,24 @@ def test_g5_a_resumed_run_comes_to_the_same_weights(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
 
 
-def test_g5_steps_after_the_last_checkpoint_run_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replay", ["true", "false"])
+def test_g5_steps_after_the_last_checkpoint_train_again_or_run_again(tmp_path: Path, replay: str) -> None:
     whole = run(tmp_path / "whole")
     run(tmp_path / "parts", "pipeline.num_steps=3")
     for version, path in list_checkpoints(tmp_path / "parts/checkpoints"):
         if version == 3:
             (path / "manifest.json").unlink()
-    resumed = run(tmp_path / "parts", resume=True)
+    resumed = run(tmp_path / "parts", f"checkpoint.replay={replay}", resume=True)
     assert digest(resumed) == digest(whole)
     commits = [record.commit for record in records(tmp_path / "parts", StepCommitted)]
-    assert [commit.step for commit in commits] == [0, 1, 2, 2, 3]
-    assert commits[2] == commits[3]
+    if replay == "true":
+        assert [commit.step for commit in commits] == [0, 1, 2, 3]
+        assert [record.step for record in records(tmp_path / "parts", StepReplayed)] == [2]
+    else:
+        assert [commit.step for commit in commits] == [0, 1, 2, 2, 3]
+        assert commits[2] == commits[3]
+    generated = [record.completion.request_id for record in records(tmp_path / "parts", Generated)]
+    assert (len(set(generated)) == len(generated)) == (replay == "true")
     assert [row["step"] for row in read_metrics(tmp_path / "parts/metrics.jsonl")] == [0, 1, 2, 3]
 
 

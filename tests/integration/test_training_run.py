@@ -128,7 +128,7 @@ def test_g3_every_token_was_generated_by_the_version_of_its_step(strict: Finishe
 
 
 def test_g8_a_request_goes_to_an_instance_of_its_agents_policy(strict: FinishedRun) -> None:
-    instances = {"writer": "instance-wr-0", "judge": "instance-ju-0"}
+    instances = {"writer": "instance-wr-0.0", "judge": "instance-ju-0.0"}
     dispatched = strict.of(RequestDispatched)
     assert len(dispatched) == len({record.request_id for record in dispatched})
     assert all(record.instance_id == instances[record.request_id.split("/")[4]] for record in dispatched)

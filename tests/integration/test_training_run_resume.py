@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flexmarl.core.events import RunStarted, StepDispatched
+from flexmarl.core.events import RunStarted, StepDispatched, StepRestored
 from flexmarl.core.messages import TurnRequested
 from flexmarl.core.records import DispatchRecord
 from flexmarl.telemetry.event_log import read_events
@@ -37,19 +37,19 @@ def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def dispatches(run_dir: Path) -> dict[int, DispatchRecord]:
-    """The last dispatch of each step."""
-    return {record.dispatch.step: record.dispatch for record in records_of(run_dir, StepDispatched)}
+    """The last dispatch of each step; the log of a killed run may lack what a resumed one restores."""
+    found = [record.dispatch for record in records_of(run_dir, StepDispatched)]
+    found += [record.dispatch for record in records_of(run_dir, StepRestored)]
+    return {dispatch.step: dispatch for dispatch in found}
 
 
 def requests(run_dir: Path) -> dict[int, dict[str, tuple[int, object]]]:
-    """Per step, its requests when it last ran, each with the length of its prompt and its sampling parameters."""
+    """Per step, its requests, each with the length of its prompt and its sampling parameters."""
     found: dict[int, dict[str, tuple[int, object]]] = {}
     for event in read_events(run_dir / "events.jsonl"):
         match event.record:
-            case StepDispatched():
-                found[event.record.dispatch.step] = {}
             case TurnRequested():
-                of_step = found[event.record.key.step]
+                of_step = found.setdefault(event.record.key.step, {})
                 of_step[event.record.request_id] = (len(event.record.prompt_tokens), event.record.sampling)
     return found
 
@@ -69,8 +69,7 @@ def payloads(run_dir: Path) -> list[tuple[object, ...]]:
 
 def test_g5_a_resumed_run_dispatches_the_same_queries(undisturbed: Path, resumed: Path) -> None:
     started = records_of(resumed, RunStarted)
-    assert [record.is_resumed for record in started][-1] == (started[-1].policy_version > 0)
-    assert len(started) == 2
+    assert [record.is_resumed for record in started] == [False, True]
     assert dispatches(resumed) == dispatches(undisturbed)
     queries = [query for dispatch in dispatches(undisturbed).values() for query in dispatch.queries]
     assert sorted(queries) == list(range(12))  # an epoch: each query once
@@ -79,7 +78,10 @@ def test_g5_a_resumed_run_dispatches_the_same_queries(undisturbed: Path, resumed
 def test_g5_a_resumed_run_asks_the_same_of_them(undisturbed: Path, resumed: Path) -> None:
     expected = requests(undisturbed)
     assert all(len(of_step) >= 18 for of_step in expected.values())
-    assert requests(resumed) == expected
+    found = requests(resumed)
+    assert found.keys() == expected.keys()
+    for step, of_step in found.items():  # those of ended trajectories may be lost with the log of a killed run
+        assert of_step.items() <= expected[step].items()
 
 
 def test_g5_a_resumed_run_draws_the_same_tokens_and_trains_the_same(undisturbed: Path, resumed: Path) -> None:

@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from flexmarl.algorithms.scopes import unclosable
 from flexmarl.api.data import Query, Split, load_held_out_queries, load_train_queries
 from flexmarl.api.model_check import ModelFacts, check_model
 from flexmarl.api.workers import agent_setups, episode_worker_spec, instance_specs, needs_model, trainer_specs
 from flexmarl.api.workflow_check import WorkflowCheck, WorkflowChecker
 from flexmarl.config import RootConfig
+from flexmarl.core.errors import ConfigError
 from flexmarl.core.ids import AgentName, WorkerId
-from flexmarl.core.protocols import Runtime, Tokenizer
+from flexmarl.core.protocols import ExperienceStore, Runtime, Tokenizer
 from flexmarl.models import resolve_model_folder
 from flexmarl.orchestrator.parts import RunParts, RunResult
-from flexmarl.orchestrator.trajectories import EndedTrajectory
-from flexmarl.store import SqliteStore
+from flexmarl.orchestrator.trajectory_set import EndedTrajectory
 from flexmarl.telemetry import (
     EventLog,
     MetricsLog,
@@ -54,6 +55,7 @@ def check_inputs(config: RootConfig, *, is_thorough: bool = False) -> CheckedInp
         ConfigError: the workflow, the data, a model folder or a tracker is missing or wrong.
     """
     check_trackers(config.telemetry.trackers)
+    _check_scopes(config)
     function = load_workflow(config.workflow.path)
     setups = agent_setups(episode_worker_spec(config)(WorkerId("check")).options)
     tokenizers = {agent.policy: setups[AgentName(name)].tokenizer for name, agent in config.agents.items()}
@@ -87,6 +89,13 @@ def check_inputs(config: RootConfig, *, is_thorough: bool = False) -> CheckedInp
     )
 
 
+def _check_scopes(config: RootConfig) -> None:
+    """Refuse statistics that the pipeline mode cannot know in time."""
+    for name in config.policies:
+        for problem in unclosable(config.pipeline.mode, config.algorithm_of(name)):
+            raise ConfigError(f"policy {name}: {problem}")
+
+
 def run_on(config: RootConfig, folder: RunFolder, main: Callable[[Runtime], Awaitable[T]]) -> T:
     """Open the runtime that the configuration names, run `main` on it, and close it."""
     if config.runtime.kind == "simulated":
@@ -110,6 +119,8 @@ def run_on(config: RootConfig, folder: RunFolder, main: Callable[[Runtime], Awai
 def _engine_imports(config: RootConfig) -> list[str]:
     """Modules that worker processes need, imported once in the fork server."""
     modules = []
+    if config.workflow.num_workers > 0:
+        modules.append("flexmarl.api.workers")
     if config.rollout.backend.kind == "transformers":
         modules.append("flexmarl.rollout.backends.transformers")
     if config.training.backend.kind == "torch":
@@ -135,7 +146,7 @@ async def build_parts(
     runtime: Runtime,
     *,
     first_step: int,
-    store: SqliteStore,
+    store: ExperienceStore,
     listener: ProgressListener,
     on_baseline: Callable[[RunResult], None],
 ) -> RunParts:

@@ -119,5 +119,7 @@ def _check_plain(value: object, where: str, *, depth: int = 0) -> None:
     elif isinstance(value, (list, tuple)):
         for item in value:
             _check_plain(item, where, depth=depth + 1)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ConfigError(f"{where}: {value:.6g} does not fit into 64 bits; give it as text")
     elif value is not None and not isinstance(value, (str, int, float, bool)):
         raise ConfigError(f"{where}: a {type(value).__name__} is not plain data (text, numbers, lists, dicts)")

@@ -1,4 +1,4 @@
-"""Where a run begins: at the models of its configuration, or at a checkpoint."""
+"""Where a run begins: at the models of its configuration, at a checkpoint, or where it was interrupted."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flexmarl.api.build import CheckedInputs
-from flexmarl.config import RootConfig
+from flexmarl.config import RootConfig, load_config
 from flexmarl.core.codec import from_plain, to_plain
 from flexmarl.core.errors import ConfigError, StoreError
 from flexmarl.core.ids import PolicyName
@@ -19,6 +19,22 @@ from flexmarl.telemetry.jsonl import write_atomically
 from flexmarl.training.state import PolicyState
 
 BASELINE_NAME = "baseline.json"
+CONFIG_NAME = "config.yaml"
+FIXED_OPTIONS = (
+    "policies.",
+    "agents.",
+    "algorithm.",
+    "optimizer.",
+    "workflow.path",
+    "pipeline.mode",
+    "pipeline.max_staleness",
+    "pipeline.max_extensions",
+    "rollout.temperature",
+    "rollout.max_new_tokens",
+    "training.backend.",
+    "store.columns.",
+)
+"""Beginnings of the keys on which stored rows depend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,30 +66,89 @@ async def resumed_state(
     *,
     tell: Callable[[str], None],
 ) -> StartState:
-    """Go back to the newest checkpoint: its states on the object plane, the store without what came after.
+    """Put the newest checkpoint's states on the object plane, and find what the store knows of the time after it.
 
-    `tell` is called with what a user would not expect: that steps run again for want of a checkpoint, or that the store
-    does not know the steps before it.
+    With `checkpoint.replay` that is trained again and gone on with; without it the store forgets it. `tell` is called
+    with what a user would want to know.
 
     Raises:
-        ConfigError: the checkpoint is of other policies, another seed or other data.
+        ConfigError: the checkpoint is of other policies, another seed or other data; or options that stored rows depend
+            on have changed.
         StoreError: it is damaged.
     """
     state = await load_checkpoint(config, inputs, folder.checkpoints_path, runtime) or first_state(config)
+    state = replace(state, is_resumed=True)
     last = await store.last_commit()
     committed = 0 if last is None else last.policy_version
-    if state.policy_version == 0 and committed > 0:
-        tell(f"no checkpoint in {folder.checkpoints_path}: {committed} committed steps run again from the first")
-    elif committed < state.policy_version:
-        tell(
-            f"the store in {folder.store_path} knows {committed} of the {state.policy_version} steps before the "
-            "checkpoint: trained ids of the others are gone, the weights are not"
-        )
-    await store.rewind(state.policy_version)
-    baseline = _read_baseline(folder) if state.policy_version > 0 else None
-    if baseline is None:
+    is_there = await store.pruned_version() <= state.policy_version <= committed
+    if config.checkpoint.replay and is_there:
+        state = await _with_stored(state, config, folder, store, tell)
+    else:
+        _tell_what_is_lost(state.policy_version, committed, folder, tell)
+        await store.rewind(state.policy_version)
+    baseline = _read_baseline(folder)
+    if baseline is None or (state.policy_version == 0 and not state.commits and not state.open_steps):
         return state
     return replace(state, digests_before=baseline.weights_digests, before=_evaluation_of(baseline))
+
+
+async def _with_stored(
+    state: StartState, config: RootConfig, folder: RunFolder, store: ExperienceStore, tell: Callable[[str], None]
+) -> StartState:
+    """Return the state with the commits and open steps after its version."""
+    commits = await store.commits_after(state.policy_version)
+    open_steps = await store.open_steps()
+    if not commits and not open_steps:
+        return state
+    _check_unchanged(config, folder)
+    if commits:
+        first, last = commits[0].policy_version, commits[-1].policy_version
+        tell(f"training steps {first} to {last} again from stored rows, without generation")
+    for each in open_steps:
+        num_ended = sum(one.outcome is not None or one.failure is not None for one in each.trajectories)
+        num_all = len(each.dispatch.trajectories()) + sum(one.num_trajectories for one in each.extensions)
+        tell(f"going on with step {each.dispatch.step + 1}: {num_ended} of {num_all} trajectories had ended")
+    return replace(state, commits=tuple(commits), open_steps=tuple(open_steps))
+
+
+def _check_unchanged(config: RootConfig, folder: RunFolder) -> None:
+    """Refuse options other than those that the stored rows were made with."""
+    path = folder.path / CONFIG_NAME
+    before, now = _flat(load_config(path).model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    changed = [
+        f"{key}: {before.get(key)} -> {now.get(key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and _is_fixed(key)
+    ]
+    if changed:
+        raise ConfigError(
+            f"{path}: the store holds rows that were made with other options ({'; '.join(changed)}): resume with the "
+            "old values, or give checkpoint.replay=false to go back to the newest checkpoint and forget those rows"
+        )
+
+
+def _is_fixed(key: str) -> bool:
+    return key.startswith(FIXED_OPTIONS) and not key.endswith(".num_instances")
+
+
+def _flat(plain: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in plain.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _tell_what_is_lost(version: int, committed: int, folder: RunFolder, tell: Callable[[str], None]) -> None:
+    if version == 0 and committed > 0:
+        tell(f"no checkpoint in {folder.checkpoints_path}: {committed} committed steps run again from the first")
+    elif committed < version:
+        tell(
+            f"the store in {folder.store_path} knows {committed} of the {version} steps before the "
+            "checkpoint: trained ids of the others are gone, the weights are not"
+        )
 
 
 async def load_checkpoint(

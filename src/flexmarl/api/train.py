@@ -8,6 +8,7 @@ from typing import Any
 
 from flexmarl.api.build import CheckedInputs, build_parts, check_inputs, run_on
 from flexmarl.api.resume import first_state, resumed_state, write_baseline
+from flexmarl.api.stores import open_store
 from flexmarl.api.workers import model_folder, needs_model
 from flexmarl.config import RootConfig, resolved_yaml
 from flexmarl.core.errors import ConfigError, StoreError
@@ -16,7 +17,6 @@ from flexmarl.models import export_model
 from flexmarl.orchestrator.parts import RunResult
 from flexmarl.orchestrator.reports import evaluation_report, evaluation_summary, policy_summary
 from flexmarl.orchestrator.run import Orchestrator
-from flexmarl.store import SqliteStore
 from flexmarl.telemetry import (
     PeakMemory,
     ProgressListener,
@@ -43,7 +43,7 @@ class TrainResult:
 
 
 def train(config: RootConfig, *, resume: bool = False, listener: ProgressListener | None = None) -> TrainResult:
-    """Train a team; with `resume` go on with the run in `run.dir` from its newest checkpoint.
+    """Train a team; with `resume` go on with the run in `run.dir` where it was interrupted.
 
     Raises:
         ConfigError: an input is wrong; found before a process starts where that is possible.
@@ -77,7 +77,7 @@ async def _train(
     listener = listener or SilentListener()
     memory = PeakMemory()
     start_s = runtime.clock.now_s()
-    store = await SqliteStore.open(folder.store_path if config.store.kind == "sqlite" else None, runtime.call)
+    store = await open_store(config, folder.store_path, runtime)
     parts = None
     try:
         start = first_state(config)
@@ -90,7 +90,7 @@ async def _train(
             inputs,
             folder,
             runtime,
-            first_step=start.policy_version,
+            first_step=start.policy_version + len(start.commits),
             store=store,
             listener=listener,
             on_baseline=lambda result: write_baseline(folder, result),

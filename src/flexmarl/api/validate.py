@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+from flexmarl.algorithms import has_several_updates
+from flexmarl.algorithms.scopes import StatisticScope, statistics
 from flexmarl.api.build import CheckedInputs, check_inputs
+from flexmarl.api.workers import resolved_algorithm
 from flexmarl.config import RootConfig
 
 
@@ -16,6 +19,11 @@ class ValidationReport:
     """What may be wrong; also among the lines."""
 
 
+_SCOPES = {
+    StatisticScope.GROUP: "group",
+    StatisticScope.POLICY_BATCH: "policy's samples of the step",
+    StatisticScope.STEP: "policy's samples of the step, divided once at the update",
+}
 _GROUP_KEYS = {
     "agent": "(query, agent): one reward per trajectory, shared by all turns of the agent",
     "query": "(query, policy): one reward per trajectory, the mean over the policy's acting agents",
@@ -35,22 +43,53 @@ def validate(config: RootConfig) -> ValidationReport:
         f"workflow {config.workflow.path}",
         f"data: {len(inputs.train_queries)} training queries, {len(inputs.held_out_queries)} held-out queries",
         f"step: {pipeline.queries_per_step} queries x {pipeline.trajectories_per_query} trajectories",
-        f"run: {pipeline.num_steps} steps, mode {pipeline.mode}, seed {config.run.seed}",
+        f"run: {pipeline.num_steps} steps, seed {config.run.seed}",
+        f"pipeline: {_pipeline(config)}",
     ]
     for name, policy in config.policies.items():
         agents = sorted(agent for agent, setup in config.agents.items() if setup.policy == name)
         algorithm = config.algorithm_of(name)
         lines.append(f"policy {name}: model {policy.model}, agents {', '.join(agents)}{_model_facts(inputs, name)}")
         lines.append(f"policy {name}: group key {_GROUP_KEYS[algorithm.group_key]}")
-        lines.append(
-            f"policy {name}: normaliser {algorithm.normaliser}, truncated turns are "
-            f"{'masked' if algorithm.truncated == 'mask' else 'trained'}"
+        scopes = ", ".join(
+            f"{statistic.name} over the {_SCOPES[statistic.scope]}" for statistic in statistics(algorithm)
         )
+        lines.append(f"policy {name}: statistics: {scopes}")
+        lines.append(f"policy {name}: {_loss(config, name)}")
     lines.append(_dry_run_line(inputs))
     warnings = [*_data_warnings(config, inputs), *(() if inputs.workflow is None else inputs.workflow.warnings)]
     lines += [f"warning: {warning}" for warning in warnings]
     lines.append("valid")
     return ValidationReport(lines=lines, warnings=warnings)
+
+
+def _pipeline(config: RootConfig) -> str:
+    pipeline = config.pipeline
+    match pipeline.mode:
+        case "serial":
+            return "serial: a step trains when it has been generated; staleness 0"
+        case "strict":
+            return "strict: a group trains when it closes, the update waits for the whole step; staleness 0"
+        case "one_step_off":
+            return "one_step_off: a step is generated while the one before it trains; staleness at most 1"
+        case "bounded_async":
+            return (
+                f"bounded_async: rollouts run up to {pipeline.max_staleness} steps ahead, which bounds staleness; "
+                f"instances {config.rollout.on_publish} when weights are published"
+            )
+
+
+def _loss(config: RootConfig, policy: str) -> str:
+    algorithm = resolved_algorithm(config, policy)
+    parts = [f"truncated turns are {'masked' if algorithm.truncated == 'mask' else 'trained'}"]
+    if has_several_updates(algorithm):
+        parts.append(f"{algorithm.num_epochs} epochs of {algorithm.num_minibatches} updates within the commit")
+    else:
+        parts.append("one update per step")
+    parts.append(f"correction {algorithm.correction}")
+    if algorithm.kl_coef > 0:
+        parts.append(f"KL {algorithm.kl_coef:g} in the {algorithm.kl_in}")
+    return ", ".join(parts)
 
 
 def _model_facts(inputs: CheckedInputs, policy: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flexmarl.config import RootConfig
+from flexmarl.config import AlgorithmConfig, RootConfig
 from flexmarl.core.ids import AgentName, PolicyName, WorkerId
 from flexmarl.core.protocols import ServiceKind, Tokenizer, WorkerContext, WorkerSpec
 from flexmarl.core.records import SamplingParams
@@ -63,7 +63,8 @@ def trainer_specs(config: RootConfig) -> dict[PolicyName, Callable[[WorkerId], W
             "policy": policy,
             "model_folder": model_folder(config, policy),
             "backend": backend,
-            "algorithm": config.algorithm_of(policy).model_dump(mode="json"),
+            "algorithm": resolved_algorithm(config, policy).model_dump(mode="json"),
+            "reference_folder": reference_folder(config, policy),
             "optimizer": config.optimizer_of(policy).model_dump(mode="json"),
             "seed": config.run.seed,
         }
@@ -74,13 +75,36 @@ def trainer_specs(config: RootConfig) -> dict[PolicyName, Callable[[WorkerId], W
     return {PolicyName(name): maker(name) for name in config.policies}
 
 
+def resolved_algorithm(config: RootConfig, policy: str) -> AlgorithmConfig:
+    """Return the algorithm settings of a policy with the correction that its null stands for."""
+    algorithm = config.algorithm_of(policy)
+    if algorithm.correction is not None:
+        return algorithm
+    is_on_policy = config.pipeline.mode in ("serial", "strict")
+    return algorithm.model_copy(update={"correction": "none" if is_on_policy else "truncated_is"})
+
+
+def reference_folder(config: RootConfig, policy: str) -> str:
+    """Return the folder of a policy's frozen reference model, or "" when it has none.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    algorithm = config.algorithm_of(policy)
+    if algorithm.kl_coef == 0 or not needs_model(config):
+        return ""
+    return str(resolve_model_folder(algorithm.reference_model or config.policies[policy].model))
+
+
 def episode_worker_spec(config: RootConfig) -> Callable[[WorkerId], WorkerSpec]:
     """Return the maker of episode worker specs."""
     rollout = config.rollout
     options = {
         "workflow": config.workflow.path,
         "blocked_loop_s": config.workflow.blocked_loop_s,
-        "is_scripted": rollout.backend.kind == "scripted",
+        # A trace holds the tokens of the policies' own models.
+        "is_scripted": rollout.backend.kind == "scripted" and rollout.backend.trace is None,
+        "columns": dict(config.store.columns),
         "agents": {
             name: {
                 "model_folder": model_folder(config, agent.policy),
@@ -88,13 +112,24 @@ def episode_worker_spec(config: RootConfig) -> Callable[[WorkerId], WorkerSpec]:
                 "temperature": agent.temperature or rollout.temperature,
                 "max_new_tokens": agent.max_new_tokens or rollout.max_new_tokens,
                 "ignore_stop": rollout.ignore_stop,
+                "required_columns": _required_columns(config, agent.policy),
             }
             for name, agent in config.agents.items()
         },
     }
     return lambda worker_id: WorkerSpec(
-        worker_id=worker_id, kind=ServiceKind.EPISODE_WORKER, factory=EPISODE_WORKER_FACTORY, options=options
+        worker_id=worker_id,
+        kind=ServiceKind.EPISODE_WORKER,
+        factory=EPISODE_WORKER_FACTORY,
+        options=options,
+        is_process=config.workflow.num_workers > 0,
     )
+
+
+def _required_columns(config: RootConfig, policy: str) -> list[str]:
+    """Return the user columns that training of the policy reads."""
+    column = config.algorithm_of(policy).weight_column
+    return [] if column is None else [column]
 
 
 def build_episode_worker(context: WorkerContext, options: Mapping[str, Any]) -> EpisodeWorker:
@@ -118,6 +153,8 @@ def agent_setups(options: Mapping[str, Any]) -> dict[AgentName, AgentSetup]:
                 ignore_stop=agent["ignore_stop"],
             ),
             system_prompt=agent["system_prompt"],
+            column_types=options["columns"],
+            required_columns=frozenset(agent["required_columns"]),
         )
     return setups
 

@@ -26,6 +26,8 @@ _MAX_FIELD_ANSWERS = 4
 _NUM_QUICK_ANSWERS = 2
 _MAX_ODD_QUERIES = 8
 """Queries of another shape than the first that are tried."""
+_WRONG_OUTCOMES = ("bad_reward", "bad_column")
+"""Kinds of failures of what a workflow returned, or gave to its turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,8 @@ class WorkflowChecker:
         """Run it on the first query of each split, then on those that differ from them: other fields, or the longest.
 
         Raises:
-            ConfigError: it fails, whatever the models will answer; or, when `is_thorough`, all its outcomes are wrong.
+            ConfigError: it fails, whatever the models will answer; no outcome has the columns that training needs; or,
+                when `is_thorough`, all its outcomes are wrong.
         """
         deadline_s = time.monotonic() + (THOROUGH_BUDGET_S if is_thorough else QUICK_BUDGET_S)
         firsts = [_Place(split=split, number=0) for split, queries in self._queries.items() if queries]
@@ -76,8 +79,9 @@ class WorkflowChecker:
         fields = sorted({field for _, episode in self._episodes for field in episode.read_fields})
         self._run(list(self._odd_places(fields)), 1, deadline_s)
         self._refuse_code_fault()
+        self._refuse_wrong_outcomes(("bad_column",))
         if is_thorough:
-            self._refuse_wrong_outcomes()
+            self._refuse_wrong_outcomes(_WRONG_OUTCOMES)
         return WorkflowCheck(num_episodes=len(self._episodes), warnings=tuple(self._warnings()))
 
     def _run(self, places: Sequence[_Place], num_answers: int | None, deadline_s: float) -> None:
@@ -136,7 +140,7 @@ class WorkflowChecker:
                 f"{head}; the fields of that query: {known}; add {episode.missing_field!r} to the data, or let the "
                 "workflow do without it"
             )
-        if episode.num_turns == 0 and episode.failure_kind in ("workflow_error", "bad_reward"):
+        if episode.num_turns == 0 and episode.failure_kind in ("workflow_error", *_WRONG_OUTCOMES):
             raise ConfigError(f"{head} (before an agent was asked, so no answer can change it)")
 
     def _refuse_code_fault(self) -> None:
@@ -150,9 +154,10 @@ class WorkflowChecker:
             f"(so it did in each of {len(self._episodes)} dry runs)"
         )
 
-    def _refuse_wrong_outcomes(self) -> None:
-        judged = [item for item in self._episodes if item[1].failure_kind in (None, "bad_reward")]
-        if judged and all(episode.failure_kind == "bad_reward" for _, episode in judged):
+    def _refuse_wrong_outcomes(self, kinds: Sequence[str]) -> None:
+        """Refuse when every dry run that came to an outcome failed for one of these kinds."""
+        judged = [item for item in self._episodes if item[1].failure_kind in (None, *_WRONG_OUTCOMES)]
+        if judged and all(episode.failure_kind in kinds for _, episode in judged):
             place, episode = judged[0]
             raise ConfigError(
                 f"workflow.path={self._config.workflow.path!r} on {self._where(place)}: {episode.message} (so it was "

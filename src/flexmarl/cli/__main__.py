@@ -1,5 +1,5 @@
 """`python -m flexmarl.cli`, the same as the command `flexmarl`."""
 
-from flexmarl.cli.commands import main
+from flexmarl.cli import main
 
 main()

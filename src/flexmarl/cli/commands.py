@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flexmarl.cli import EXIT_STOPPED
 from flexmarl.core.errors import ConfigError, FlexMARLError, InvariantError
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
-EXIT_STOPPED = 130
 
 app = typer.Typer(
     name="flexmarl",
@@ -33,6 +33,8 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Replace values, e.g. pipeline.num_steps=5.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the final line.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, or the folder of an earlier run.")]
 
 
@@ -75,7 +77,7 @@ def train(
 
     Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once.
     """
-    with _reported_errors():
+    with _reported_errors(is_resumable=True):
         resolved = read_config(config, overrides or ())
         from flexmarl import api
         from flexmarl.cli.views import make_view
@@ -93,12 +95,12 @@ def evaluate(config: ConfigFile, overrides: Overrides = None, quiet: Quiet = Fal
         resolved = read_config(config, overrides or ())
         from flexmarl import api
         from flexmarl.cli.text import evaluation_line
-        from flexmarl.cli.views import make_view
+        from flexmarl.cli.views import PlainView, make_view
 
         with make_view(is_quiet=quiet) as view:
             report = api.evaluate(resolved, run_dir=config if config.is_dir() else None, listener=view)
         if quiet:  # otherwise the view has shown it
-            typer.echo(evaluation_line(report))
+            PlainView().show([evaluation_line(report)])
     if report.error is not None:
         raise typer.Exit(EXIT_FAILED)
 
@@ -109,9 +111,67 @@ def validate(config: ConfigFile, overrides: Overrides = None) -> None:
     with _reported_errors():
         resolved = read_config(config, overrides or ())
         from flexmarl import api
+        from flexmarl.cli.views import PlainView
 
-        for line in api.validate(resolved).lines:
-            typer.echo(line)
+        PlainView().show(api.validate(resolved).lines)
+
+
+@app.command()
+def inspect(
+    run: Run,
+    step: Annotated[int | None, typer.Option(min=0, help="Show this step; the newest one otherwise.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Show this policy only.")] = None,
+    query: Annotated[int | None, typer.Option(min=0, help="Show the groups of this query only.")] = None,
+    trajectory: Annotated[
+        int | None, typer.Option(min=0, help="Show the turns of this trajectory of --step and --query.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a run's store holds: versions, steps, groups, leases, seals, or one trajectory.
+
+    The run may be live; nothing in its folder is changed.
+    """
+    with _reported_errors():
+        from flexmarl import api
+        from flexmarl.cli.tables import report_lines
+        from flexmarl.cli.text import json_line
+        from flexmarl.cli.views import PlainView
+
+        report = api.inspect(run, step=step, policy=policy, query=query, trajectory=trajectory)
+        PlainView().show([json_line(report)] if as_json else report_lines(report))
+
+
+@app.command()
+def replay(
+    run: Run,
+    first_step: Annotated[
+        int | None, typer.Option("--from", min=0, help="First step; the oldest that can be replayed otherwise.")
+    ] = None,
+    last_version: Annotated[
+        int | None, typer.Option("--to", min=1, help="Last version; the newest committed one otherwise.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a run's committed steps again from stored rows, and compare the weights bit for bit.
+
+    Nothing is generated, and nothing in the run's folder is changed. Exit code 0 only when all are equal.
+    """
+    with _reported_errors():
+        from flexmarl import api
+        from flexmarl.cli.text import json_line, replay_line, replayed_step_line
+        from flexmarl.cli.views import PlainView
+
+        view = PlainView()
+        result = api.replay(
+            run,
+            first_step=first_step,
+            last_version=last_version,
+            on_step=None if as_json else lambda step: view.show([replayed_step_line(step)]),
+        )
+        view.show([json_line(result) if as_json else replay_line(result)])
+    if result.error is not None:
+        typer.echo(f"error: {result.error}", err=True)
+        raise typer.Exit(EXIT_FAILED)
 
 
 def read_config(path: Path, overrides: Sequence[str]) -> "RootConfig":
@@ -130,12 +190,16 @@ def read_config(path: Path, overrides: Sequence[str]) -> "RootConfig":
 
 
 @contextmanager
-def _reported_errors() -> Iterator[None]:
-    """Print an error of ours as one message, without a traceback, and exit with its code."""
+def _reported_errors(*, is_resumable: bool = False) -> Iterator[None]:
+    """Print an error of ours as one message, without a traceback, and exit with its code.
+
+    `is_resumable` says that what was broken off can go on with --resume.
+    """
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("aborted; what the last checkpoint holds can be resumed with --resume", err=True)
+        rest = "; what the last checkpoint holds can be resumed with --resume" if is_resumable else ""
+        typer.echo(f"aborted{rest}", err=True)
         raise typer.Exit(EXIT_STOPPED) from None
     except InvariantError:
         typer.echo("error: a bug in flexmarl; please report it with these lines:", err=True)
@@ -146,12 +210,11 @@ def _reported_errors() -> Iterator[None]:
     except OSError as error:
         # A file or folder that the user named, or the disk below it; where it is known which, the code above says more.
         logging.getLogger(__name__).info("the operating system refused:", exc_info=True)
-        typer.echo(
-            f"error: {error}; see to the file, the permission or the disk space, then go on with --resume", err=True
-        )
+        rest = "go on with --resume" if is_resumable else "try again"
+        typer.echo(f"error: {error}; see to the file, the permission or the disk space, then {rest}", err=True)
         raise typer.Exit(EXIT_FAILED) from error
 
 
-def main() -> None:
+def run() -> None:
     """Run the command line of this process."""
     app(prog_name="flexmarl", args=sys.argv[1:])

@@ -1,8 +1,17 @@
 """Reports as lines of text."""
 
+import dataclasses
+import json
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from flexmarl.telemetry.progress import EvaluationReport, RunSummary, StepReport
+
+if TYPE_CHECKING:
+    from flexmarl.api import InspectReport, ReplayedStep, ReplayResult
+
+DIGEST_LENGTH = 12
+"""Characters of a digest that are shown: enough to tell any two of a run apart."""
 
 
 def step_line(report: StepReport) -> str:
@@ -75,6 +84,34 @@ def final_line(summary: RunSummary) -> str:
         parts.append(f"held-out success {percent(summary.before.success_frac)} before")
     parts.append(f"run folder {summary.run_dir}")
     return "; ".join(parts)
+
+
+def replayed_step_line(step: "ReplayedStep") -> str:
+    """Return one line about a step that was trained again; versions are counted as in checkpoints' names."""
+    parts = []
+    for policy in step.policies:
+        digest = policy.recorded_digest[:DIGEST_LENGTH]
+        if not policy.is_equal:
+            parts.append(f"{policy.policy} DIFFERENT (recorded {digest}, now {policy.replayed_digest[:DIGEST_LENGTH]})")
+        elif policy.num_micro_batches == 0:
+            parts.append(f"{policy.policy} unchanged {digest}")
+        else:
+            parts.append(f"{policy.policy} equal {digest} ({policy.num_samples} samples)")
+    return f"step {step.step} -> version {step.policy_version}  {'  '.join(parts)}  {duration(step.duration_s)}"
+
+
+def replay_line(result: "ReplayResult") -> str:
+    """Return a replay in one line."""
+    start = "the start models" if result.start is None else result.start.name
+    num_equal = sum(step.is_equal for step in result.steps)
+    how = "all equal" if result.is_equal else "different"
+    return f"{how}: {num_equal} of {len(result.steps)} replayed steps have the recorded weights; began at {start}"
+
+
+def json_line(report: "ReplayResult | InspectReport") -> str:
+    """Return a report as one line of JSON with the names of its fields."""
+    plain = dataclasses.asdict(report)
+    return json.dumps(plain, default=str, ensure_ascii=False)
 
 
 def percent(frac: float) -> str:

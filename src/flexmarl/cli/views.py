@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import IO, Self, cast
 
 from flexmarl.cli.chart import learning_curve
 from flexmarl.cli.text import evaluation_line, final_line, step_line, summary_lines
@@ -93,8 +93,9 @@ def make_view(*, is_quiet: bool) -> QuietView:
     from rich.console import Console
 
     from flexmarl.cli.live import LiveView
+    from flexmarl.cli.terminal import LastingTerminal
 
-    console = Console()
+    console = Console(file=cast("IO[str]", LastingTerminal()))
     return LiveView(console) if console.is_terminal and not console.is_dumb_terminal else PlainView()
 
 

@@ -1,34 +1,27 @@
-"""The episode worker of a run: started, restarted when it ends, and joined to the pool that runs at the moment."""
+"""Everything that runs workflows: the episode workers, and the pools of trajectories that share them.
 
-import logging
-from collections.abc import Callable
+A pool runs the trajectories of one step, or of an evaluation. Steps are admitted in order: what an older step wants to
+start goes first.
+"""
 
-from flexmarl.core.errors import BackendError
-from flexmarl.core.events import WorkerRestarted
-from flexmarl.core.ids import AgentName, PolicyName, WorkerId
-from flexmarl.core.messages import (
-    LoopBlocked,
-    TrajectoryEnded,
-    TrajectoryFailed,
-    TurnRequested,
-    WorkerExited,
-    WorkerReady,
-)
+from collections import Counter
+
+from flexmarl.core.ids import AgentName, PolicyName, Purpose, TrajectoryKey
+from flexmarl.core.messages import LoopBlocked, TrajectoryEnded, TrajectoryFailed, TurnRequested
 from flexmarl.core.protocols import WorkerHandle
+from flexmarl.orchestrator.episode_workers import EpisodeWorkers
 from flexmarl.orchestrator.inbox import OrderedInbox
 from flexmarl.orchestrator.parts import RunParts
-from flexmarl.orchestrator.trajectories import EndedTrajectory, TrajectoryPool, TrajectorySet, TrajectorySink
+from flexmarl.orchestrator.trajectories import TrajectoryPool
+from flexmarl.orchestrator.trajectory_set import OnEnded, TrajectorySet, TrajectorySink
 from flexmarl.rollout.manager import RolloutManager
 
-logger = logging.getLogger(__name__)
-
-MAX_RESTARTS = 5
 QUEUE_REPORT_S = 0.2
 """Time between two reports of the queues."""
 
 
 class Episodes:
-    """Owns the episode worker and at most one pool at a time. Its methods are handlers."""
+    """Owns the episode workers and the pools. Its methods are handlers."""
 
     def __init__(self, parts: RunParts, manager: RolloutManager, inbox: OrderedInbox) -> None:
         """Start nothing yet."""
@@ -36,29 +29,33 @@ class Episodes:
         self._manager = manager
         self._inbox = inbox
         self._agents = {AgentName(name): PolicyName(agent.policy) for name, agent in parts.config.agents.items()}
-        self._worker: WorkerHandle | None = None
-        self._is_ready = False
-        self._num_starts = 0
-        self._is_closing = False
-        self._pool: TrajectoryPool | None = None
+        self._pools: dict[tuple[Purpose, int], TrajectoryPool] = {}
+        """By purpose and step, in the order of the steps."""
+        self._workers = EpisodeWorkers(
+            num_workers=max(1, parts.config.workflow.num_workers),
+            max_restarts=parts.config.workflow.max_restarts,
+            make_spec=parts.episode_worker_spec,
+            runtime=parts.runtime,
+            inbox=inbox,
+            events=parts.events,
+            on_fact=self._handle,
+            on_ready=self.admit,
+            on_died=self._worker_died,
+        )
         self._reported_s = parts.runtime.clock.now_s()
 
     def start(self) -> None:
-        """Start the worker."""
-        worker_id = WorkerId(f"episodes.{self._num_starts}")
-        self._num_starts += 1
-        self._worker = self._parts.runtime.start(self._parts.episode_worker_spec(worker_id), self._receive)
+        """Start the workers."""
+        self._workers.start()
 
     def close(self) -> None:
         """Start nothing any more."""
-        self._is_closing = True
+        self._workers.close()
 
-    def run(
-        self, trajectories: TrajectorySet, sink: TrajectorySink, on_ended: Callable[[EndedTrajectory], None]
-    ) -> TrajectoryPool:
-        """Return the pool of a set of trajectories; the caller starts it with `admit`."""
+    def run(self, trajectories: TrajectorySet, sink: TrajectorySink, on_ended: OnEnded, *, step: int) -> TrajectoryPool:
+        """Return the pool of a set of trajectories; it starts with the next `admit`. `forget` it when it is done."""
         config = self._parts.config
-        self._pool = TrajectoryPool(
+        pool = TrajectoryPool(
             trajectories,
             sink,
             seed=config.run.seed,
@@ -66,60 +63,54 @@ class Episodes:
             workflow=config.workflow,
             rollout=config.rollout,
             manager=self._manager,
-            worker=lambda: self._worker if self._is_ready else None,
+            workers=self._workers,
             inbox=self._inbox,
+            events=self._parts.events,
             on_ended=on_ended,
+            on_room=self.admit,
         )
-        return self._pool
+        self._pools[trajectories.purpose, step] = pool
+        self._pools = dict(sorted(self._pools.items()))
+        return pool
+
+    def forget(self, purpose: Purpose, step: int) -> None:
+        """Drop a pool that has nothing in flight any more."""
+        self._pools.pop((purpose, step), None)
+
+    def admit(self) -> None:
+        """Let pools start what the bounds allow, older steps first."""
+        pools = list(self._pools.values())
+        for pool in pools:
+            others = [other.num_running() for other in pools if other is not pool and other.purpose is pool.purpose]
+            pool.admit(sum(others, Counter[tuple[int, int]]()))
 
     def report_queues(self) -> None:
         """Tell the listener of the requests of every policy."""
         self._reported_s = self._parts.runtime.clock.now_s()
         self._parts.listener.on_queue(self._manager.queues())
 
-    def _receive(self, worker_id: WorkerId, fact: object) -> None:
-        self._inbox.post(worker_id, fact, lambda: self._handle(fact))
-
     def _handle(self, fact: object) -> None:
-        pool = self._pool
         match fact:
-            case WorkerReady():
-                self._is_ready = True
-                if pool is not None:
-                    pool.admit()
             case LoopBlocked():
                 self._parts.listener.on_message(
                     f"user code at {fact.location} held the event loop for {fact.duration_s:.1f} s: "
                     "await slow work, or use asyncio.to_thread"
                 )
-            case WorkerExited():
-                self._exited(fact)
-            case TurnRequested() | TrajectoryEnded() | TrajectoryFailed() if pool is not None:
-                if fact.purpose is pool.purpose:
-                    _route(pool, fact)
-                if self._parts.runtime.clock.now_s() - self._reported_s >= QUEUE_REPORT_S:
-                    self.report_queues()
+            case TurnRequested():
+                if (pool := self._pool_of(fact.purpose, fact.key.trajectory_key)) is not None:
+                    pool.turn_requested(fact)
+            case TrajectoryEnded():
+                if (pool := self._pool_of(fact.purpose, fact.outcome.trajectory)) is not None:
+                    pool.ended(fact.outcome)
+            case TrajectoryFailed():
+                if (pool := self._pool_of(fact.purpose, fact.failure.trajectory)) is not None:
+                    pool.failed(fact.failure)
+        if self._parts.runtime.clock.now_s() - self._reported_s >= QUEUE_REPORT_S:
+            self.report_queues()
 
-    def _exited(self, fact: WorkerExited) -> None:
-        self._worker = None
-        self._is_ready = False
-        if self._is_closing:
-            return
-        if self._num_starts > MAX_RESTARTS:
-            self._inbox.fail(BackendError(f"the episode worker ended {self._num_starts} times: {fact.reason}"))
-            return
-        logger.warning("the episode worker ended (%s); starting it again", fact.reason)
-        self._parts.events.emit(WorkerRestarted(worker="episodes", incarnation=self._num_starts, reason=fact.reason))
-        self.start()
-        if self._pool is not None:
-            self._pool.worker_died()
+    def _pool_of(self, purpose: Purpose, key: TrajectoryKey) -> TrajectoryPool | None:
+        return self._pools.get((purpose, key.step))
 
-
-def _route(pool: TrajectoryPool, fact: TurnRequested | TrajectoryEnded | TrajectoryFailed) -> None:
-    match fact:
-        case TurnRequested():
-            pool.turn_requested(fact)
-        case TrajectoryEnded():
-            pool.ended(fact.outcome)
-        case TrajectoryFailed():
-            pool.failed(fact.failure)
+    def _worker_died(self, worker: WorkerHandle) -> None:
+        for pool in list(self._pools.values()):
+            pool.worker_died(worker)

@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from flexmarl.config import EvalConfig
 from flexmarl.core.ids import Purpose, TrajectoryKey
 from flexmarl.core.records import OutcomeRecord, TrajectoryFailure, TurnRow
-from flexmarl.orchestrator.trajectories import EndedTrajectory, TrajectorySet
+from flexmarl.orchestrator.trajectory_set import EndedTrajectory, TrajectorySet
 
 Z_95 = 1.96
 """Two-sided 95 % quantile of the normal distribution."""
@@ -112,7 +112,8 @@ def evaluation_set(
     greedy = [TrajectoryKey(policy_version, q, config.samples_per_query) for q in range(num_queries)]
     return TrajectorySet(
         purpose=Purpose.EVAL,
-        policy_version=policy_version,
+        min_version=policy_version,
+        max_version=policy_version,
         queries=dict(enumerate(queries[:num_queries])),
         keys=(*sampled, *(greedy if config.greedy else ())),
         greedy=frozenset(greedy if config.greedy else ()),
@@ -136,7 +137,7 @@ def evaluation_result(
             for agent, reward in agent_rewards(each.outcome).items():
                 rewards.setdefault(agent, []).append(reward)
     return EvaluationResult(
-        policy_version=which.policy_version,
+        policy_version=which.max_version,
         sampled={query: fmean(scores) for query, scores in sorted(sampled.items())},
         greedy=dict(sorted(greedy.items())),
         rewards={agent: fmean(values) for agent, values in sorted(rewards.items())},

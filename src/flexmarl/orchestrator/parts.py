@@ -6,9 +6,10 @@ from pathlib import Path
 
 from flexmarl.config import RootConfig
 from flexmarl.core.ids import PolicyName, WorkerId
-from flexmarl.core.protocols import EventSink, ExperienceStore, Runtime, WorkerSpec
+from flexmarl.core.protocols import EventSink, ExperienceStore, Runtime, StoredStep, WorkerSpec
+from flexmarl.core.records import CommitRecord
 from flexmarl.orchestrator.evaluation import EvaluationResult
-from flexmarl.orchestrator.trajectories import EndedTrajectory
+from flexmarl.orchestrator.trajectory_set import EndedTrajectory
 from flexmarl.telemetry import MetricsLog, ProgressListener, TrackerGroup
 from flexmarl.training.state import PolicyState, PolicyUpdate
 
@@ -46,6 +47,11 @@ class StartState:
 
     policy_version: int = 0
     policies: Mapping[PolicyName, PolicyState]
+    commits: Sequence[CommitRecord] = ()
+    """Steps after `policy_version` that are committed: their training side runs again from stored rows."""
+    open_steps: Sequence[StoredStep] = ()
+    """Steps after those that were in flight when the run was interrupted."""
+    is_resumed: bool = False
     digests_before: Mapping[PolicyName, str] | None = None
     """Of the run's first version; None in a new run."""
     before: EvaluationResult | None = None

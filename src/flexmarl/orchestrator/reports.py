@@ -7,7 +7,7 @@ from statistics import fmean
 from flexmarl.core.ids import AgentName, PolicyName
 from flexmarl.core.records import FinishReason
 from flexmarl.orchestrator.evaluation import EvaluationResult, agent_rewards, paired_difference
-from flexmarl.orchestrator.trajectories import EndedTrajectory
+from flexmarl.orchestrator.trajectory_set import EndedTrajectory
 from flexmarl.telemetry import EvaluationReport, StepReport
 from flexmarl.training.metrics import step_metrics
 from flexmarl.training.state import PolicyUpdate
@@ -19,6 +19,9 @@ class StepStatistics:
 
     step: int
     start_s: float
+    """When it was dispatched."""
+    turn_s: float = 0.0
+    """When it was its turn to train; later than `start_s` where rollouts run ahead."""
     rewards: dict[str, list[float]] = field(default_factory=dict)
     successes: list[bool] = field(default_factory=list)
     metrics: dict[str, list[float]] = field(default_factory=dict)
@@ -67,7 +70,7 @@ def metrics_row(
     now_s: float,
 ) -> dict[str, float | int | str | None]:
     """Return the row of a committed step for metrics.jsonl."""
-    duration_s = now_s - statistics.start_s
+    duration_s = now_s - statistics.turn_s
     row: dict[str, float | int | str | None] = {
         "run/step_s": duration_s,
         "rollout/duration_s": statistics.rollout_end_s - statistics.start_s,
@@ -93,8 +96,10 @@ def metrics_row(
         row[f"policy/{policy}/weights_version"] = update.weights_version
         row[f"policy/{policy}/num_samples"] = update.denominators.num_samples
         row[f"policy/{policy}/num_tokens"] = update.denominators.num_tokens
-        means = step_metrics(update.metrics, update.denominators)
-        row.update((f"policy/{policy}/{name}", value) for name, value in means.items())
+        reported = step_metrics(update.metrics)
+        row.update((f"policy/{policy}/{name}", value) for name, value in reported.policy.items())
+        for agent, of_agent in reported.agents.items():
+            row.update((f"agent/{agent}/{name}", value) for name, value in of_agent.items())
     return row
 
 
@@ -107,7 +112,7 @@ def step_report(
     mean_step_s: float,
 ) -> StepReport:
     """Return what a listener is told of a committed step."""
-    duration_s = now_s - statistics.start_s
+    duration_s = now_s - statistics.turn_s
     return StepReport(
         step=statistics.step,
         num_steps=num_steps,

@@ -1,13 +1,15 @@
 """The orchestrator of one run: version authority, and what comes next at each version boundary.
 
-    open -> [boundary] -> step -> [boundary] -> ... -> end
+    open -> (roll forward) -> [boundary] -> step -> [boundary] -> ... -> end
 
-At a boundary every policy has the same version and nothing is in flight; the orchestrator then decides: checkpoint,
-stop, evaluation, the next step (`step.py`) or the end. All methods but `run` are handlers of the one inbox:
-synchronous, in order. Invariants (tests name them):
+At a boundary every policy has the same version and no commit is in progress; the orchestrator then decides:
+checkpoint, stop, evaluation, the next step (`step.py`) or the end. Rollouts of later steps may be in flight, as far as
+the pipeline mode lets them. All methods but `run` are handlers of the one inbox: synchronous, in order. Invariants
+(tests name them):
 
 * `policy_version` rises by one for each committed step, for all policies together;
-* a step is dispatched only when every policy serves its version and the commit before it is durable.
+* a step trains only when every policy serves its version and the commit before it is durable;
+* a step is dispatched only when some version in its bounds is served.
 """
 
 import logging
@@ -18,9 +20,10 @@ from flexmarl.core.errors import InvariantError
 from flexmarl.core.events import CheckpointWritten, EvaluationDone, RunEnded, RunStarted, StepCommitted
 from flexmarl.core.ids import PolicyName
 from flexmarl.core.messages import SignalReceived
+from flexmarl.core.protocols import StoredStep
 from flexmarl.core.records import CommitRecord, DispatchRecord
 from flexmarl.core.rng import derive_seed
-from flexmarl.orchestrator.checkpoint import PolicyToSave, data_digest, write_checkpoint
+from flexmarl.orchestrator.checkpoint import PolicyToSave, data_digest, list_checkpoints, write_checkpoint
 from flexmarl.orchestrator.episodes import Episodes
 from flexmarl.orchestrator.evaluation import EvaluationResult
 from flexmarl.orchestrator.evaluator import Evaluator
@@ -28,8 +31,10 @@ from flexmarl.orchestrator.inbox import ORCHESTRATOR, OrderedInbox
 from flexmarl.orchestrator.parts import RunParts, RunResult, StartState
 from flexmarl.orchestrator.queries import QueryOrder
 from flexmarl.orchestrator.reports import evaluation_report, failed_evaluation_report, metrics_row, step_report
-from flexmarl.orchestrator.step import StepRunner, published_weights
+from flexmarl.orchestrator.roll_forward import RollForward
+from flexmarl.orchestrator.step import StepRunner, StepSeams, published_weights
 from flexmarl.rollout.manager import RolloutManager
+from flexmarl.scheduling import PipelineRule
 from flexmarl.training.engine import TrainingEngine
 from flexmarl.training.state import PolicyUpdate
 
@@ -69,6 +74,7 @@ class Orchestrator:
             seed=derive_seed(config.run.seed, "data", config.data.seed),
         )
         self._data_digest = data_digest(list(parts.train_queries))
+        self._rule = PipelineRule(mode=config.pipeline.mode, max_staleness=config.pipeline.max_staleness)
         self._manager = RolloutManager(
             config.rollout, parts.instance_specs, runtime=parts.runtime, inbox=self._inbox, events=parts.events
         )
@@ -79,15 +85,34 @@ class Orchestrator:
             inbox=self._inbox,
             events=parts.events,
             store=parts.store,
+            algorithms={PolicyName(name): config.algorithm_of(name) for name in config.policies},
+            run_seed=config.run.seed,
+            max_staleness=self._rule.num_steps_ahead,
         )
         self._episodes = Episodes(parts, self._manager, self._inbox)
         self._phase = Phase.OPENING
-        self._step: StepRunner | None = None
+        self._step_seams = StepSeams(
+            parts=parts,
+            rule=self._rule,
+            manager=self._manager,
+            engine=self._engine,
+            episodes=self._episodes,
+            inbox=self._inbox,
+            may_publish=self._may_publish,
+            on_generated=self._generated,
+            on_committing=self._committing,
+            on_committed=self._committed,
+        )
+        self._steps: dict[int, StepRunner] = {}
+        """Steps that are dispatched and not committed."""
+        self._stored: dict[int, StoredStep] = {each.dispatch.step: each for each in start.open_steps}
+        """Of an interrupted run, not taken up yet."""
         self._evaluator: Evaluator | None = None
         self._step_durations_s: list[float] = []
-        self._evaluated_version: int | None = None
+        self._evaluated_version: int | None = None if start.before is None else 0
         self._saved_version: int | None = start.policy_version if start.policy_version > 0 else None
         self._version = start.policy_version
+        self._oldest_version = start.policy_version + len(start.commits)
         self.result = RunResult(policy_version=start.policy_version, before=start.before)
 
     async def run(self) -> RunResult:
@@ -101,7 +126,7 @@ class Orchestrator:
                 name=self._config.run.name,
                 seed=self._config.run.seed,
                 policy_version=self._version,
-                is_resumed=self._version > 0,
+                is_resumed=self._start_state.is_resumed,
             )
         )
         if not self._is_evaluation_only:
@@ -131,11 +156,27 @@ class Orchestrator:
         digests = {policy: update.digest for policy, update in updates.items()}
         self.result.digests_before = dict(self._start_state.digests_before or digests)
         self.result.updates = updates
-        self._manager.publish(published_weights(self._version, updates), self._boundary)
+        forward = RollForward(
+            self._start_state.commits,
+            engine=self._engine,
+            events=self._parts.events,
+            on_step=self._replayed,
+            on_done=self._rolled_forward,
+        )
+        forward.start()
+
+    def _replayed(self, record: CommitRecord) -> None:
+        self._adopt(record, self._engine.updates())
+        self._parts.listener.on_message(f"step {record.policy_version}: trained again from stored rows")
+
+    def _rolled_forward(self) -> None:
+        if self._phase is Phase.ENDED:
+            return
+        weights = published_weights(self._version, self.result.updates)
+        self._manager.publish(weights, self._boundary, may_have_requests=False)
 
     def _boundary(self) -> None:
         self._phase = Phase.BOUNDARY
-        self._step = None
         self._evaluator = None
         self.result.policy_version = self._version
         self._parts.flush_events()
@@ -166,18 +207,22 @@ class Orchestrator:
         self._parts.listener.on_message(f"{signal}: {plan}")
         match self._phase:
             case Phase.STEPPING:
-                # Nothing of the open step is kept without replay: its trajectories run again after a resume.
-                assert self._step is not None
-                if self._step.cancel():
+                if self._cancel_steps():
                     self._boundary()
             case Phase.EVALUATING:
                 assert self._evaluator is not None
+                self._cancel_steps()
                 self._evaluator.cancel()
                 self._boundary()
             case Phase.OPENING:
                 self._phase = Phase.ENDED
             case Phase.BOUNDARY | Phase.SAVING | Phase.ENDED:
-                pass
+                self._cancel_steps()
+
+    def _cancel_steps(self) -> bool:
+        """Give up what has not begun to commit; return whether nothing is left. A resume goes on with stored rows."""
+        self._steps = {number: step for number, step in self._steps.items() if not step.cancel()}
+        return not self._steps
 
     # --- checkpoint ---------------------------------------------------------------------------------------------------
 
@@ -206,47 +251,67 @@ class Orchestrator:
             self._saved_version = version
             self.result.checkpoint = path
             self._parts.events.emit(CheckpointWritten(policy_version=version, path=path.name))
-            self._boundary()
+            if self._config.store.retention == "all":
+                self._boundary()
+                return
+            # A damaged newest checkpoint shall not be the end: rows stay as far back as the oldest one reaches.
+            oldest_version, _ = list_checkpoints(path.parent)[0]
+            work = self._parts.store.prune(oldest_version)
+            self._inbox.start(f"store.prune {oldest_version}", work, lambda _: self._boundary())
 
         self._inbox.start(f"checkpoint {version}", self._parts.runtime.call(write), written)
 
-    # --- step ---------------------------------------------------------------------------------------------------------
+    # --- steps --------------------------------------------------------------------------------------------------------
 
     def _next_step(self) -> None:
         if self._version == 0:
             self._parts.on_baseline(self.result)
         self._phase = Phase.STEPPING
-        dispatch = DispatchRecord(
-            step=self._version,
-            policy_version=self._version,
-            queries=self._order.of_step(self._version),
+        last = min(self._version + self._rule.num_steps_ahead, self._config.pipeline.num_steps - 1)
+        for number in range(self._version, last + 1):
+            if number not in self._steps:
+                self._dispatch(number)
+        self._steps[self._version].begin_training()
+
+    def _dispatch(self, number: int) -> None:
+        stored = self._stored.pop(number, None)
+        dispatch = self._new_dispatch(number) if stored is None else stored.dispatch
+        queries = {query: self._order.queries[query] for query in dispatch.queries}
+        self._steps[number] = StepRunner(dispatch, queries, self._step_seams, stored=stored)
+        self._steps[number].start()
+
+    def _new_dispatch(self, number: int) -> DispatchRecord:
+        min_version, max_version = self._rule.version_bounds(number, oldest_version=self._oldest_version)
+        return DispatchRecord(
+            step=number,
+            min_version=min_version,
+            max_version=max_version,
+            queries=self._order.of_step(number),
             num_trajectories=self._config.pipeline.trajectories_per_query,
         )
-        self._step = StepRunner(
-            dispatch,
-            {query: self._order.queries[query] for query in dispatch.queries},
-            self._parts,
-            manager=self._manager,
-            engine=self._engine,
-            episodes=self._episodes,
-            inbox=self._inbox,
-            on_committed=self._committed,
-        )
-        self._step.start()
 
-    def _committed(self, step: StepRunner, record: CommitRecord, updates: dict[PolicyName, PolicyUpdate]) -> None:
-        if record.policy_version != self._version + 1:
-            raise InvariantError(f"commit of version {record.policy_version} at version {self._version}")
-        self._forget_old_objects(updates)
-        self._version = record.policy_version
-        self.result.updates = updates
-        self._parts.events.emit(StepCommitted(commit=record))
+    def _may_publish(self, number: int) -> bool:
+        following = self._steps.get(number + 1)
+        return following is None or following.is_generated or not self._rule.waits_for_next_rollouts
+
+    def _generated(self) -> None:
+        if (current := self._steps.get(self._version)) is not None:
+            current.publish_if_allowed()
+
+    def _committing(self, step: StepRunner, updates: dict[PolicyName, PolicyUpdate]) -> None:
+        # Before the commit, so that no committed step is without its row; the row of a step that is not gets dropped.
         now_s = self._parts.runtime.clock.now_s()
         row = metrics_row(step.statistics, updates, masked=step.num_masked, now_s=now_s)
         row.update((f"policy/{name}/zero_advantage_frac", frac) for name, frac in step.zero_advantage_frac.items())
-        self._parts.metrics.write(record.step, row)
-        self._parts.trackers.log(record.step, row)
-        self._step_durations_s.append(now_s - step.statistics.start_s)
+        self._parts.metrics.write(step.dispatch.step, row)
+        self._parts.trackers.log(step.dispatch.step, row)
+
+    def _committed(self, step: StepRunner, record: CommitRecord, updates: dict[PolicyName, PolicyUpdate]) -> None:
+        del self._steps[record.step]
+        self._adopt(record, updates)
+        self._parts.events.emit(StepCommitted(commit=record))
+        now_s = self._parts.runtime.clock.now_s()
+        self._step_durations_s.append(now_s - step.statistics.turn_s)
         recent = self._step_durations_s[-NUM_STEPS_FOR_ETA:]
         self._parts.listener.on_step(
             step_report(
@@ -259,12 +324,18 @@ class Orchestrator:
         )
         self._boundary()
 
-    def _forget_old_objects(self, updates: dict[PolicyName, PolicyUpdate]) -> None:
+    def _adopt(self, record: CommitRecord, updates: dict[PolicyName, PolicyUpdate]) -> None:
+        """Take over the version that a commit has made; what it replaces is forgotten."""
+        if record.policy_version != self._version + 1:
+            raise InvariantError(f"commit of version {record.policy_version} at version {self._version}")
         for policy, update in updates.items():
             old = self.result.updates[policy]
             if old.weights_version != update.weights_version:
                 self._parts.runtime.objects.delete(old.state_key)
                 self._parts.runtime.objects.delete(old.weights_key)
+        self._version = record.policy_version
+        self.result.policy_version = self._version
+        self.result.updates = updates
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 

@@ -5,16 +5,19 @@ Invariants (tests name them):
 
 * each trajectory of a set ends exactly once, with an outcome or a failure;
 * a turn reaches its workflow only after its row is durable;
-* facts of an old attempt are ignored.
+* facts of an old attempt are ignored;
+* a replayed attempt gets the recorded answer to each prompt that is the recorded one, and no other.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from flexmarl.config import RolloutConfig, WorkflowConfig
-from flexmarl.core.ids import AgentName, PolicyName, Purpose, RequestId, SampleKey, TrajectoryKey
+from flexmarl.core.errors import InvariantError
+from flexmarl.core.events import AttemptDiverged
+from flexmarl.core.ids import AgentName, InstanceId, PolicyName, Purpose, RequestId, SampleKey, TrajectoryKey
 from flexmarl.core.messages import (
     CancelTrajectory,
     DeliverTurn,
@@ -22,7 +25,7 @@ from flexmarl.core.messages import (
     StartTrajectory,
     TurnRequested,
 )
-from flexmarl.core.protocols import Inbox, Timer, WorkerHandle
+from flexmarl.core.protocols import EventSink, Inbox, Timer, WorkerHandle
 from flexmarl.core.records import (
     Completion,
     GenerationRequest,
@@ -32,68 +35,26 @@ from flexmarl.core.records import (
     TurnRow,
 )
 from flexmarl.core.rng import derive_seed
+from flexmarl.orchestrator.trajectory_set import EndedTrajectory, OnEnded, TrajectorySet, TrajectorySink, WorkerChoice
 from flexmarl.rollout.manager import Answer, RolloutManager
 from flexmarl.scheduling import admit_first_come
 
 logger = logging.getLogger(__name__)
 
+RECORD = InstanceId("record")
+"""What a turn that is not generated again names as its instance."""
 RETRIED_KINDS = frozenset({"generation_failed", "worker_died"})
 """Failures that are not the workflow's own doing: another attempt may succeed."""
-
-
-class TrajectorySink(Protocol):
-    """Where attempts, turns and ends of trajectories are kept; each call ends by calling `then` from the inbox."""
-
-    def begin_attempt(self, key: TrajectoryKey, then: Callable[[int], None]) -> None:
-        """Give the number of the next attempt."""
-        ...
-
-    def put_turn(self, row: TurnRow, then: Callable[[], None]) -> None:
-        """Keep a turn."""
-        ...
-
-    def record_outcome(self, outcome: OutcomeRecord, then: Callable[[], None]) -> None:
-        """Keep an attempt's outcome."""
-        ...
-
-    def record_failure(self, failure: TrajectoryFailure, then: Callable[[], None]) -> None:
-        """Keep that a trajectory failed for good."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedTrajectory:
-    """How a trajectory ended."""
-
-    key: TrajectoryKey
-    turns: tuple[TurnRow, ...]
-    """Of the last attempt, in key order; those that the outcome does not name were abandoned by the workflow."""
-    outcome: OutcomeRecord | None
-    failure: TrajectoryFailure | None
-    """Exactly one of the two is set."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectorySet:
-    """What to run."""
-
-    purpose: Purpose
-    policy_version: int
-    """The version that must generate every token."""
-    queries: Mapping[int, Mapping[str, object]]
-    keys: tuple[TrajectoryKey, ...]
-    """In the order in which they may start."""
-    greedy: frozenset[TrajectoryKey] = frozenset()
-    """Those that sample at temperature 0."""
-    temperature: float | None = None
-    """Replaces the temperature of every turn (evaluation); greedy ones stay at 0."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Running:
     key: TrajectoryKey
     attempt: int
+    worker: WorkerHandle
     timer: Timer
+    recorded: dict[SampleKey, TurnRow]
+    """Turns of this attempt that are stored and have not been asked for again."""
     turns: dict[SampleKey, TurnRow] = field(default_factory=dict)
     requests: set[RequestId] = field(default_factory=set)
     is_ending: bool = False
@@ -113,9 +74,11 @@ class TrajectoryPool:
         workflow: WorkflowConfig,
         rollout: RolloutConfig,
         manager: RolloutManager,
-        worker: Callable[[], WorkerHandle | None],
+        workers: WorkerChoice,
         inbox: Inbox,
-        on_ended: Callable[[EndedTrajectory], None],
+        events: EventSink,
+        on_ended: OnEnded,
+        on_room: Callable[[], None],
     ) -> None:
         """Start nothing yet.
 
@@ -127,9 +90,11 @@ class TrajectoryPool:
             workflow: Time-out and number of attempts.
             rollout: Bounds on trajectories in flight.
             manager: Generates the turns.
-            worker: Gives the episode worker, or None while there is none.
+            workers: Gives the episode worker of the next attempt.
             inbox: Where timers come from.
+            events: Where diverged attempts are noted.
             on_ended: Called once for each trajectory.
+            on_room: Called when a further trajectory might start; whoever sees all pools calls `admit`.
         """
         self._set = trajectories
         self._sink = sink
@@ -138,10 +103,13 @@ class TrajectoryPool:
         self._workflow = workflow
         self._rollout = rollout
         self._manager = manager
-        self._worker = worker
+        self._workers = workers
         self._inbox = inbox
+        self._events = events
         self._on_ended = on_ended
+        self._on_room = on_room
         self._waiting: list[TrajectoryKey] = list(trajectories.keys)
+        self._recorded = dict(trajectories.recorded)
         self._beginning: set[TrajectoryKey] = set()
         """Those whose next attempt is being recorded."""
         self._num_attempts: dict[TrajectoryKey, int] = {}
@@ -149,6 +117,8 @@ class TrajectoryPool:
         self._running: dict[TrajectoryKey, _Running] = {}
         self._is_cancelled = False
         self.num_ended = 0
+        self.num_trajectories = len(trajectories.keys)
+        """Trajectories of the set."""
 
     @property
     def purpose(self) -> Purpose:
@@ -156,25 +126,27 @@ class TrajectoryPool:
         return self._set.purpose
 
     @property
-    def num_trajectories(self) -> int:
-        """Trajectories of the set."""
-        return len(self._set.keys)
-
-    @property
     def is_done(self) -> bool:
         """Every trajectory has ended."""
         return self.num_ended == self.num_trajectories
 
-    def admit(self) -> None:
-        """Start what the bounds allow."""
-        if self._is_cancelled or self._worker() is None:
+    def num_running(self) -> Counter[tuple[int, int]]:
+        """Return the number of trajectories in flight by (step, query)."""
+        return Counter((key.step, key.query) for key in (*self._running, *self._beginning))
+
+    def add(self, keys: Sequence[TrajectoryKey]) -> None:
+        """Run further trajectories of queries of the set."""
+        self._waiting.extend(keys)
+        self.num_trajectories += len(keys)
+        self._on_room()
+
+    def admit(self, num_running_elsewhere: Counter[tuple[int, int]]) -> None:
+        """Start what the bounds allow beside the trajectories of other pools."""
+        if self._is_cancelled or not self._waiting or self._workers.choose() is None:
             return
-        num_running: dict[int, int] = {}
-        for key in (*self._running, *self._beginning):
-            num_running[key.query] = num_running.get(key.query, 0) + 1
         admitted = admit_first_come(
             self._waiting,
-            num_running=num_running,
+            num_running=self.num_running() + num_running_elsewhere,
             inter_query=self._rollout.inter_query,
             intra_query=self._rollout.intra_query,
         )
@@ -190,10 +162,10 @@ class TrajectoryPool:
         for running in list(self._running.values()):
             self._stop(running)
 
-    def worker_died(self) -> None:
-        """Every running attempt is lost with the episode worker."""
+    def worker_died(self, worker: WorkerHandle) -> None:
+        """Every attempt that ran on an episode worker is lost with it."""
         for running in list(self._running.values()):
-            if not running.is_ending:
+            if running.worker is worker and not running.is_ending:
                 self._fail(running, "worker_died", "the episode worker ended")
 
     # --- facts of the episode worker ----------------------------------------------------------------------------------
@@ -203,8 +175,11 @@ class TrajectoryPool:
         running = self._current(fact.key.trajectory_key, fact.attempt)
         if running is None:
             return
-        running.requests.add(fact.request_id)
         key = fact.key
+        if (row := running.recorded.pop(key, None)) is not None:
+            self._answer_from_record(running, fact, row)
+            return
+        running.requests.add(fact.request_id)
         is_greedy = running.key in self._set.greedy
         seed_step = (key.step,) if self._set.purpose is Purpose.TRAIN else ()
         request = GenerationRequest(
@@ -213,8 +188,8 @@ class TrajectoryPool:
             key=key,
             attempt=fact.attempt,
             policy=self._agents[key.agent],
-            min_version=self._set.policy_version,
-            max_version=self._set.policy_version,
+            min_version=self._set.min_version,
+            max_version=self._set.max_version,
             prompt_tokens=fact.prompt_tokens,
             sampling=self._sampling(fact, is_greedy=is_greedy),
             # Evaluations leave the step out, so that before and after are compared on the same random numbers.
@@ -232,6 +207,21 @@ class TrajectoryPool:
             stop_token_ids=fact.stop_token_ids,
         )
         self._manager.submit(request, lambda answer: self._answered(running, request, answer))
+
+    def _answer_from_record(self, running: _Running, fact: TurnRequested, row: TurnRow) -> None:
+        """Deliver a turn that is stored, or begin a new attempt when the workflow does not ask the same again."""
+        if row.prompt_tokens == fact.prompt_tokens and row.temperature == fact.sampling.temperature:
+            running.turns[row.key] = row
+            completion = _recorded_completion(row, fact.request_id)
+            running.worker.send(
+                DeliverTurn(purpose=self._set.purpose, request_id=fact.request_id, completion=completion)
+            )
+            return
+        self._events.emit(AttemptDiverged(trajectory=running.key, attempt=running.attempt, key=row.key))
+        logger.info("%s attempt %d asks for another turn than the recorded one; again", row.key, running.attempt)
+        self._num_attempts[running.key] -= 1
+        self._stop(running)
+        self._try_again(running)
 
     def _sampling(self, fact: TurnRequested, *, is_greedy: bool) -> SamplingParams:
         if is_greedy:
@@ -262,22 +252,29 @@ class TrajectoryPool:
 
     def _begin(self, key: TrajectoryKey) -> None:
         self._beginning.add(key)
-        self._sink.begin_attempt(key, lambda attempt: self._begun(key, attempt))
+        stored = self._recorded.pop(key, None)
+        if stored is None:
+            self._sink.begin_attempt(key, lambda attempt: self._begun(key, attempt, ()))
+        else:
+            self._begun(key, stored.attempt, stored.turns)
 
-    def _begun(self, key: TrajectoryKey, attempt: int) -> None:
+    def _begun(self, key: TrajectoryKey, attempt: int, recorded: Sequence[TurnRow]) -> None:
         self._beginning.remove(key)
-        worker = self._worker()
+        worker = self._workers.choose()
         if self._is_cancelled:
             return
         if worker is None:
             # It died meanwhile; the next one admits. This attempt never ran, so it does not count.
             self._waiting.insert(0, key)
             return
+        self._workers.count_given(worker)
         self._num_attempts[key] = self._num_attempts.get(key, 0) + 1
         timer = self._inbox.set_timer(
             f"trajectory {self._set.purpose} {key}", self._workflow.timeout_s, lambda: self._timed_out(key, attempt)
         )
-        self._running[key] = _Running(key=key, attempt=attempt, timer=timer)
+        self._running[key] = _Running(
+            key=key, attempt=attempt, worker=worker, timer=timer, recorded={row.key: row for row in recorded}
+        )
         seed_step = (key.step,) if self._set.purpose is Purpose.TRAIN else ()
         worker.send(
             StartTrajectory(
@@ -297,6 +294,12 @@ class TrajectoryPool:
             kind = "generation_refused" if answer.failure_kind == "refused" else "generation_failed"
             self._fail(running, kind, f"{request.key} (policy {request.policy}): {answer.message}")
             return
+        for span in answer.version_spans:
+            if not request.min_version <= span.policy_version <= request.max_version:
+                raise InvariantError(
+                    f"{request.key}: {answer.instance_id} generated tokens [{span.start}, {span.end}) with version "
+                    f"{span.policy_version}, asked for [{request.min_version}, {request.max_version}]"
+                )
         row = _turn_row(request, answer)
         running.turns[row.key] = row
         self._sink.put_turn(row, lambda: self._stored(running, request, answer))
@@ -304,9 +307,9 @@ class TrajectoryPool:
     def _stored(self, running: _Running, request: GenerationRequest, completion: Completion) -> None:
         if self._running.get(running.key) is not running or running.is_ending:
             return
-        worker = self._worker()
-        if worker is not None:
-            worker.send(DeliverTurn(purpose=self._set.purpose, request_id=request.request_id, completion=completion))
+        running.worker.send(
+            DeliverTurn(purpose=self._set.purpose, request_id=request.request_id, completion=completion)
+        )
 
     def _timed_out(self, key: TrajectoryKey, attempt: int) -> None:
         running = self._current(key, attempt)
@@ -318,14 +321,17 @@ class TrajectoryPool:
         can_retry = kind in RETRIED_KINDS and self._num_attempts[running.key] < self._workflow.max_attempts
         if can_retry and not self._is_cancelled:
             logger.warning("%s: attempt %d failed (%s: %s); again", running.key, running.attempt, kind, message)
-            del self._running[running.key]
-            self._waiting.insert(0, running.key)
-            self.admit()
+            self._try_again(running)
             return
         failure = TrajectoryFailure(trajectory=running.key, attempt=running.attempt, kind=kind, message=message)
         logger.info("%s failed (%s): %s", running.key, kind, message)  # the step says how many, once
         running.is_ending = True
         self._sink.record_failure(failure, lambda: self._finish(running, None, failure))
+
+    def _try_again(self, running: _Running) -> None:
+        del self._running[running.key]
+        self._waiting.insert(0, running.key)
+        self._on_room()
 
     def _finish(self, running: _Running, outcome: OutcomeRecord | None, failure: TrajectoryFailure | None) -> None:
         if self._is_cancelled:
@@ -334,14 +340,12 @@ class TrajectoryPool:
         self.num_ended += 1
         turns = tuple(running.turns[key] for key in sorted(running.turns))
         self._on_ended(EndedTrajectory(key=running.key, turns=turns, outcome=outcome, failure=failure))
-        self.admit()
+        self._on_room()
 
     def _stop(self, running: _Running) -> None:
         """End an attempt from our side: no answer reaches it any more."""
         self._drop(running)
-        worker = self._worker()
-        if worker is not None:
-            worker.send(CancelTrajectory(purpose=self._set.purpose, key=running.key, attempt=running.attempt))
+        running.worker.send(CancelTrajectory(purpose=self._set.purpose, key=running.key, attempt=running.attempt))
 
     def _drop(self, running: _Running) -> None:
         running.timer.cancel()
@@ -354,6 +358,18 @@ class TrajectoryPool:
         if running is None or running.attempt != attempt or running.is_ending:
             return None
         return running
+
+
+def _recorded_completion(row: TurnRow, request_id: RequestId) -> Completion:
+    return Completion(
+        request_id=request_id,
+        tokens=row.response_tokens,
+        logprobs=row.logprobs,
+        finish_reason=row.finish_reason,
+        version_spans=row.version_spans,
+        weights_version=row.weights_version,
+        instance_id=RECORD,
+    )
 
 
 def _turn_row(request: GenerationRequest, completion: Completion) -> TurnRow:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flexmarl.core.ids import PolicyName, SampleKey
+from flexmarl.core.events import EvaluationDone, RequestDispatched, RunStarted
+from flexmarl.core.ids import PolicyName, Purpose, SampleKey
 from flexmarl.core.records import CommitRecord
 from flexmarl.models import ScriptedTokenizer
 from flexmarl.objects import list_run_folders
@@ -97,6 +98,8 @@ class Trained:
     steps: dict[int, TrainedStep]
     metrics: list[dict[str, Any]]
     """Of each step, without those of time."""
+    evaluations: dict[int, Mapping[str, float]]
+    """Metrics of the last evaluation of each policy_version."""
 
 
 def trained(run_dir: Path) -> Trained:
@@ -105,7 +108,8 @@ def trained(run_dir: Path) -> Trained:
         {name: value for name, value in row.items() if not name.endswith(("_s", "num_failed"))}
         for row in read_metrics(run_dir / "metrics.jsonl")
     ]
-    return Trained(steps=trained_steps(run_dir), metrics=rows)
+    evaluations = {record.policy_version: record.metrics for record in records_of(run_dir, EvaluationDone)}
+    return Trained(steps=trained_steps(run_dir), metrics=rows, evaluations=evaluations)
 
 
 def records_of(run_dir: Path, kind: type[T]) -> list[T]:
@@ -114,7 +118,7 @@ def records_of(run_dir: Path, kind: type[T]) -> list[T]:
 
 
 async def _trained_steps(run_dir: Path, commits: Sequence[CommitRecord]) -> dict[int, TrainedStep]:
-    store = await SqliteStore.open(run_dir / "store", _call_inline)
+    store = await SqliteStore.open(run_dir / "store", call_inline)
     try:
         return {
             commit.step: TrainedStep(
@@ -127,7 +131,8 @@ async def _trained_steps(run_dir: Path, commits: Sequence[CommitRecord]) -> dict
         await store.close()
 
 
-async def _call_inline(function: Callable[..., T], *args: object, cost_s: float = 0.0) -> T:
+async def call_inline(function: Callable[..., T], *args: object, cost_s: float = 0.0) -> T:
+    """Run a store's blocking work at once: `Runtime.call` for tools."""
     return function(*args)
 
 
@@ -142,6 +147,38 @@ def lease_ids(run_dir: Path, condition: str) -> list[int | None]:
             return [lease_id for select in selects for (lease_id,) in connection.execute(select)]
     except sqlite3.OperationalError:  # the run is just making it
         return []
+
+
+def recorded_turns(run_dir: Path) -> set[str]:
+    """Return the keys of the turns that the store of a run that has ended holds, without superseded ones."""
+    with closing(_open_index(run_dir)) as connection:
+        names = connection.execute("SELECT name FROM sqlite_master WHERE type='table' AND name GLOB 'rows_*'")
+        columns = "step, query, trajectory, agent, branch, turn"
+        return {
+            str(SampleKey(*key))
+            for (name,) in names.fetchall()
+            for key in connection.execute(f"SELECT {columns} FROM \"{name}\" WHERE status <> 'superseded'")
+        }
+
+
+def staleness(run_dir: Path) -> set[int]:
+    """Return the differences between the step of a turn and the version that generated it, over committed turns."""
+    with closing(_open_index(run_dir)) as connection:
+        names = connection.execute("SELECT name FROM sqlite_master WHERE type='table' AND name GLOB 'rows_*'")
+        select = "SELECT DISTINCT step - policy_version FROM \"{}\" WHERE status = 'committed'"
+        return {number for (name,) in names.fetchall() for (number,) in connection.execute(select.format(name))}
+
+
+def generated_turns(run_dir: Path) -> set[str]:
+    """Return the keys of the training turns that instances were asked for since the last start of a run."""
+    found: set[str] = set()
+    for event in read_events(run_dir / "events.jsonl"):
+        if isinstance(event.record, RunStarted):
+            found = set()
+        elif isinstance(event.record, RequestDispatched):
+            purpose, _, key = event.record.request_id.rpartition("/")[0].partition("/")
+            found |= {key} if purpose == Purpose.TRAIN else set()
+    return found
 
 
 def _open_index(run_dir: Path) -> sqlite3.Connection:

@@ -8,7 +8,7 @@ from flexmarl.core.errors import StoreError
 from flexmarl.core.ids import AgentName, InstanceId, ObjectKey, PolicyName, SampleKey
 from flexmarl.core.layout import PackedObject
 from flexmarl.core.protocols import ObjectInfo, Tier
-from flexmarl.core.records import FinishReason, Sample, TurnRow, VersionSpan
+from flexmarl.core.records import FinishReason, Sample, TokenColumn, TurnRow, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,23 +26,27 @@ def make_sample(
     reward: float = 0.0,
     temperature: float = 1.0,
     policy: str = "actor",
+    agent: str = "solver",
+    policy_version: int = 0,
     logprobs: Sequence[float] | None = None,
+    token_columns: Mapping[TokenColumn, Sequence[float]] | None = None,
 ) -> Sample:
     """Return a sample whose key has trajectory `number`; its rollout log-probs are -1 unless given."""
     turn = TurnRow(
-        key=SampleKey(0, 0, number, AgentName("solver"), 0, 0),
+        key=SampleKey(0, 0, number, AgentName(agent), 0, 0),
         attempt=0,
         policy=PolicyName(policy),
-        policy_version=0,
-        weights_version=0,
+        policy_version=policy_version,
+        weights_version=policy_version,
         prompt_tokens=tuple(prompt),
         response_tokens=tuple(response),
         logprobs=tuple(logprobs if logprobs is not None else [-1.0] * len(response)),
         temperature=temperature,
         finish_reason=FinishReason.STOP,
-        version_spans=(VersionSpan(start=0, end=len(response), policy_version=0),),
+        version_spans=(VersionSpan(start=0, end=len(response), policy_version=policy_version),),
     )
-    return Sample(turn=turn, advantage=advantage, reward=reward)
+    columns = {column: tuple(values) for column, values in (token_columns or {}).items()}
+    return Sample(turn=turn, advantage=advantage, reward=reward, token_columns=columns)
 
 
 def write_tiny_model(

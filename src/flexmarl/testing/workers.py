@@ -4,13 +4,18 @@ Every factory runs the same under `local` processes, inline threads and virtual 
 """
 
 import asyncio
+import importlib
+import json
 import os
+import random
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from flexmarl.core.codec import tagged
@@ -86,13 +91,14 @@ def script_spec(worker_id: str = "worker", **options: Any) -> WorkerSpec:
     )
 
 
-def episode_spec(worker_id: str = "episodes", **options: Any) -> WorkerSpec:
+def episode_spec(worker_id: str = "episodes", *, is_process: bool = False, **options: Any) -> WorkerSpec:
     """Return the spec of a `ScriptEpisodeService`."""
     return WorkerSpec(
         worker_id=WorkerId(worker_id),
         kind=ServiceKind.EPISODE_WORKER,
         factory="flexmarl.testing.workers:make_episode_service",
         options=options,
+        is_process=is_process,
     )
 
 
@@ -179,6 +185,15 @@ def _spawn_helper(*, own_session: bool) -> int:
     return subprocess.Popen(["sleep", "600"], start_new_session=own_session).pid
 
 
+def _fork_sleeper() -> int:
+    """Fork without an exec, as multiprocessing does: the child holds whatever this process has open."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+        os._exit(0)
+    return pid
+
+
 def _torch_sum() -> str:
     import torch
 
@@ -210,14 +225,36 @@ class ScriptEpisodeService:
         task.add_done_callback(self._tasks.discard)
 
     async def _act(self, note: Note) -> None:
-        if note.text == "wait":
-            await asyncio.sleep(note.number / 1000)
-        elif note.text == "block":
-            time.sleep(note.number / 1000)  # noqa: ASYNC251 (the fault that the watchdog reports)
+        match note.text:
+            case "wait":
+                await asyncio.sleep(note.number / 1000)
+            case "block":
+                time.sleep(note.number / 1000)  # noqa: ASYNC251 (the fault that the watchdog reports)
+            case "thread":
+                await asyncio.to_thread(time.sleep, note.number / 1000)
+            case "exit":
+                os._exit(note.number)
+            case "stop_loop":
+                asyncio.get_running_loop().stop()
+            case "fork":
+                note = Note(text="forked", number=_fork_sleeper())
+            case "print":
+                print("x" * note.number)  # noqa: T201 (a worker's output is its log)
+            case "import":
+                note = Note(text="import", number=importlib.import_module(note.content.decode()).PID)
+            case "place":
+                note = Note(text=json.dumps([sys.argv, sys.path, str(Path.cwd()), os.getpid()]))
+            case "random":
+                import numpy as np
+
+                note = Note(text=f"{np.random.random()} {random.random()}")  # noqa: S311 (what users write)
+            case "unwritable":
+                note = Note(text="unwritable", number=2**70)
         self._context.send(note)
 
     async def close(self) -> None:
-        """Cancel what runs."""
+        """Say so in the log; cancel what runs."""
+        print("closed", flush=True)  # noqa: T201
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The user's API: a workflow is an async function of an Episode. Start with `api.py`.
+"""The user's API: a workflow is an async function of an Episode. Start with `api.py`, then `turns.py`.
 
 `worker.py` runs workflows; `teams/` and `tasks/` hold what is built in.
 """
@@ -6,7 +6,8 @@
 import sys
 from types import ModuleType
 
-from flexmarl.workflow.api import AgentHandle, Episode, F, Outcome, Turn, workflow
+from flexmarl.workflow.api import AgentHandle, Episode, F, Outcome, workflow
+from flexmarl.workflow.turns import Turn
 
 __all__ = ["AgentHandle", "Episode", "Outcome", "Turn", "workflow"]
 

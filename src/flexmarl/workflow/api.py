@@ -23,6 +23,7 @@ from flexmarl.core.errors import WorkflowError
 from flexmarl.core.ids import AgentName, SampleKey, TrajectoryKey
 from flexmarl.core.protocols import AgentClient, ChatMessage, Tokenizer
 from flexmarl.core.records import Completion, FinishReason, SamplingParams
+from flexmarl.workflow.turns import Turn
 
 WORKFLOW_MARK = "__flexmarl_workflow__"
 
@@ -60,23 +61,6 @@ class Outcome:
     """Further numbers to average and log."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Turn:
-    """One generation of an agent."""
-
-    key: SampleKey
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason
-    reward: float | None = None
-    """Set it to reward this turn; it is added to the agent's reward of the trajectory."""
-
-    @property
-    def is_truncated(self) -> bool:
-        """The turn ran into its token limit, or into the end of the context."""
-        return self.finish_reason is FinishReason.LENGTH
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSetup:
     """What the configuration says of an agent."""
@@ -84,6 +68,10 @@ class AgentSetup:
     tokenizer: Tokenizer
     sampling: SamplingParams
     system_prompt: str | None = None
+    column_types: Mapping[str, str] = field(default_factory=dict)
+    """User columns of a turn (`store.columns`): name to `int`, `float`, `bool` or `str`."""
+    required_columns: frozenset[str] = frozenset()
+    """Those without which a turn cannot be trained."""
 
 
 class AgentHandle:
@@ -173,6 +161,7 @@ class AgentHandle:
             text=self._setup.tokenizer.decode(completion.tokens),
             tokens=completion.tokens,
             finish_reason=completion.finish_reason,
+            column_types=self._setup.column_types,
         )
         self.turns.append(turn)
         return turn

@@ -1,26 +1,33 @@
 """Checks what a workflow returned and brings its short forms into one record."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 from flexmarl.core.errors import WorkflowError
 from flexmarl.core.ids import AgentName, TrajectoryKey
-from flexmarl.core.records import OutcomeRecord, TurnReward
-from flexmarl.workflow.api import Outcome, Turn
+from flexmarl.core.records import OutcomeRecord, TurnColumns, TurnReward
+from flexmarl.workflow.api import AgentSetup, Outcome
+from flexmarl.workflow.turns import BadColumnError, Turn
 
 MAX_ABS_REWARD = 1e100
 """Beyond it the statistics of a group could overflow; `algorithms/groups.py` has the same limit."""
 
 
 def outcome_record(
-    returned: Any, *, turns: Sequence[Turn], agents: Collection[AgentName], trajectory: TrajectoryKey, attempt: int
+    returned: Any,
+    *,
+    turns: Sequence[Turn],
+    setups: Mapping[AgentName, AgentSetup],
+    trajectory: TrajectoryKey,
+    attempt: int,
 ) -> OutcomeRecord:
     """Return the record of what a workflow returned: an Outcome, a number (the reward of all), or a dict of rewards.
 
     Raises:
-        WorkflowError: a reward is missing for an agent that acted, is not a finite number, or names an unknown agent.
+        WorkflowError: a reward is missing for an agent that acted, is not a finite number, or names an unknown agent;
+            or a turn lacks a column that its policy is trained with (BadColumnError).
     """
     acted = sorted({turn.key.agent for turn in turns})
     outcome = _as_outcome(returned, acted)
@@ -28,8 +35,8 @@ def outcome_record(
         raise WorkflowError(f"Outcome.rewards must be a dict of agent to number, got {outcome.rewards!r:.80}")
     if not isinstance(outcome.metrics, Mapping):
         raise WorkflowError(f"Outcome.metrics must be a dict of name to number, got {outcome.metrics!r:.80}")
-    if unknown := sorted(set(outcome.rewards) - set(agents), key=repr):
-        raise WorkflowError(f"a reward names agent {unknown[0]!r}; the configuration has: {', '.join(sorted(agents))}")
+    if unknown := sorted(set(outcome.rewards) - set(setups), key=repr):
+        raise WorkflowError(f"a reward names agent {unknown[0]!r}; the configuration has: {', '.join(sorted(setups))}")
     turn_rewards = tuple(
         TurnReward(key=turn.key, reward=_reward(turn.reward, f"reward of turn {turn.key}"))
         for turn in turns
@@ -50,7 +57,19 @@ def outcome_record(
         turns=tuple(sorted(turn.key for turn in turns)),
         success=outcome.success,
         metrics={str(name): _number(value, f"metric {name!r}") for name, value in outcome.metrics.items()},
+        turn_columns=_turn_columns(turns, setups),
     )
+
+
+def _turn_columns(turns: Sequence[Turn], setups: Mapping[AgentName, AgentSetup]) -> tuple[TurnColumns, ...]:
+    for turn in turns:
+        if missing := sorted(setups[turn.key.agent].required_columns - set(turn.columns)):
+            raise BadColumnError(
+                f"turn {turn.key} has no value of column {missing[0]!r}, which the policy of agent {turn.key.agent} is "
+                f"trained with (algorithm.weight_column); it has: {', '.join(sorted(turn.columns)) or 'none'}; set "
+                f"turn.columns[{missing[0]!r}] on each of its turns"
+            )
+    return tuple(TurnColumns(key=turn.key, values=dict(turn.columns)) for turn in turns if turn.columns)
 
 
 def _as_outcome(returned: Any, acted: Sequence[AgentName]) -> Outcome:

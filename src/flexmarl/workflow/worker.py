@@ -25,9 +25,10 @@ from flexmarl.core.messages import (
     TurnRequested,
 )
 from flexmarl.core.records import Completion, SamplingParams, TrajectoryFailure
-from flexmarl.workflow import api
+from flexmarl.workflow import api, turns
 from flexmarl.workflow.api import AgentSetup, Episode
 from flexmarl.workflow.outcomes import outcome_record
+from flexmarl.workflow.turns import BadColumnError, BadRewardError
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class EpisodeWorker:
                 self._end(attempt, self._failure(start, "workflow_error", "the workflow cancelled itself"))
             raise
         except BaseException as error:  # noqa: BLE001 (user code: whatever it raises is data)
-            self._end(attempt, self._failure(start, "workflow_error", _describe(error)))
+            self._end(attempt, self._failure(start, _kind(error, "workflow_error"), _describe(error)))
         else:
             self._end(attempt, self._outcome(returned, episode, start))
         finally:
@@ -108,11 +109,11 @@ class EpisodeWorker:
     ) -> TrajectoryEnded | TrajectoryFailed:
         try:
             outcome = outcome_record(
-                returned, turns=episode.turns(), agents=self._setups, trajectory=start.key, attempt=start.attempt
+                returned, turns=episode.turns(), setups=self._setups, trajectory=start.key, attempt=start.attempt
             )
         except Exception as error:  # noqa: BLE001 (a Mapping or a number of the user may raise whatever it likes)
             message = str(error) if isinstance(error, WorkflowError) else _describe(error)
-            return self._failure(start, "bad_reward", message)
+            return self._failure(start, _kind(error, "bad_reward"), message)
         return TrajectoryEnded(purpose=start.purpose, outcome=outcome)
 
     def _end(self, attempt: AttemptId, fact: object) -> None:
@@ -173,6 +174,16 @@ class _Client:
             future.cancel()
 
 
+def _kind(error: BaseException, other: str) -> str:
+    """The kind of a failure: of what the error is about or, when it does not say, of what was going on."""
+    match error:
+        case BadRewardError():
+            return "bad_reward"
+        case BadColumnError():
+            return "bad_column"
+    return other
+
+
 def _describe(error: BaseException) -> str:
     """The error with the line of user code that raised it."""
     where = _user_line(error)
@@ -185,7 +196,7 @@ def _user_line(error: BaseException) -> str:
     """The innermost line outside this package's API and installed libraries: the one its author can change."""
     frames = traceback.extract_tb(error.__traceback__)
     libraries = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-    own = {__file__, api.__file__}
+    own = {__file__, api.__file__, turns.__file__}
     for frame in reversed(frames):
         is_library = frame.filename.startswith("<") or any(Path(frame.filename).is_relative_to(p) for p in libraries)
         if not is_library and frame.filename not in own:

@@ -183,10 +183,12 @@ def test_validate_says_what_the_configuration_comes_to() -> None:
     lines = validate(config("run.seed=4", "algorithm.group_key=query", "algorithm.truncated=train")).lines
     assert "data: 3 training queries, 256 held-out queries" in lines
     assert "step: 2 queries x 2 trajectories" in lines
-    assert "run: 1 steps, mode strict, seed 4" in lines
+    assert "run: 1 steps, seed 4" in lines
+    assert any(line.startswith("pipeline: strict: ") for line in lines)
     assert "policy red: model none, agents writer" in lines
     assert any(line.startswith("policy blue: group key (query, policy)") for line in lines)
-    assert "policy red: normaliser token_mean, truncated turns are trained" in lines
+    assert "policy red: truncated turns are trained, one update per step, correction none" in lines
+    assert any(line.startswith("policy red: statistics: mean_reward over the group") for line in lines)
     assert lines[-1] == "valid"
 
 

@@ -93,6 +93,28 @@ async def sometimes_nan(episode: Episode) -> Any:
     return {"writer": 1.0 if turn.text.isdigit() else float("nan")}
 
 
+async def forgets_the_column(episode: Episode) -> float:
+    writer = await episode.agent("writer").chat("go")
+    writer.columns["level"] = 1
+    await episode.agent("judge").chat("go")
+    return 1.0
+
+
+async def weighs_right_answers_only(episode: Episode) -> float:
+    writer = await episode.agent("writer").chat("go")
+    judge = await episode.agent("judge").chat("go")
+    if writer.text.isdigit():
+        judge.columns["weight"] = 2.0
+    return 1.0
+
+
+async def misspells_the_column(episode: Episode) -> float:
+    writer = await episode.agent("writer").chat("go")
+    await episode.agent("judge").chat("go")
+    writer.columns["levle"] = 1
+    return 1.0
+
+
 def config(workflow: str, *overrides: str, **data: Any) -> RootConfig:
     plain = {
         "data": data or {"source": f"{__name__}:load_queries"},
@@ -194,6 +216,33 @@ def test_g10_a_prompt_over_the_context_is_found_in_the_longest_row() -> None:
 def test_g10_wrong_rewards_are_errors_of_validate_and_refuse_no_run(workflow: str, message: str) -> None:
     assert message in refusal(workflow, is_thorough=True)
     assert check_inputs(config(workflow)).workflow is not None
+
+
+def weighed_config(workflow: str) -> RootConfig:
+    """The judge's policy is trained with column `weight`."""
+    columns = ["store.columns.weight=float", "store.columns.level=int"]
+    return config(workflow, *columns, "policies.ju.algorithm.weight_column=weight")
+
+
+def test_g10_a_required_column_that_no_one_fills_is_found_before_a_run() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(weighed_config("forgets_the_column"))
+    message = str(caught.value)
+    assert "on train query 0" in message
+    assert "turn s0/q0/t0/judge/b0/n0 has no value of column 'weight', which the policy of agent judge is " in message
+    assert "set turn.columns['weight'] on each of its turns (so it was with each of" in message
+
+
+def test_g10_a_column_that_is_not_declared_is_found_before_a_run() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(config("misspells_the_column", "store.columns.level=int"))
+    assert "column 'levle' = 1 is not declared; store.columns has: level; add levle: int to it" in str(caught.value)
+
+
+def test_a_column_that_is_filled_with_some_answers_is_a_warning() -> None:
+    (warning,) = validate(weighed_config("weighs_right_answers_only")).warnings
+    assert "dry runs (bad_column)" in warning
+    assert "has no value of column 'weight'" in warning
 
 
 # --- warnings ---------------------------------------------------------------------------------------------------------

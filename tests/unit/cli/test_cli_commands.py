@@ -38,6 +38,7 @@ class FakeApi:
     calls: list[tuple[RootConfig, dict[str, Any]]] = field(default_factory=list)
     error: BaseException | None = None
     stopped_by: str | None = None
+    validation_error: BaseException | None = None
 
     def train(self, config: RootConfig, *, resume: bool, listener: ProgressListener) -> None:
         self.calls.append((config, {"resume": resume}))
@@ -82,6 +83,8 @@ class FakeApi:
         return report
 
     def validate(self, config: RootConfig) -> types.SimpleNamespace:
+        if self.validation_error:
+            raise self.validation_error
         return types.SimpleNamespace(lines=["policies: p", "groups: (query, agent)"])
 
 
@@ -151,6 +154,22 @@ def test_errors_are_one_message_and_a_code(
     result = run("train", config_file)
     assert (result.exit_code, result.stderr) == (exit_code, message)
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(13, "Permission denied", "x"), "see to the file, the permission or the disk space, then try again\n"),
+        (KeyboardInterrupt(), "aborted\n"),
+    ],
+)
+def test_what_does_not_train_is_not_told_to_resume(
+    api: FakeApi, config_file: str, error: BaseException, message: str
+) -> None:
+    api.validation_error = error
+    result = run("validate", config_file)
+    assert result.stderr.endswith(message)
+    assert "--resume" not in result.stderr
 
 
 def test_log_lines_go_to_what_stderr_is_at_the_moment(capsys: pytest.CaptureFixture[str]) -> None:

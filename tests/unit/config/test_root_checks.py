@@ -33,6 +33,13 @@ BASE = {
         ),
         (["algorithm.normaliser=constant"], "normaliser=constant with algorithm.constant_tokens=None"),
         (["algorithm.constant_tokens=8"], "normaliser=token_mean with algorithm.constant_tokens=8"),
+        (["optimizer.schedule=linear"], "schedule=linear with optimizer.decay_steps=None"),
+        (["optimizer.decay_steps=8"], "schedule=constant with optimizer.decay_steps=8"),
+        (
+            ["optimizer.schedule=cosine", "optimizer.decay_steps=5", "optimizer.warmup_steps=5"],
+            "decay_steps=5 with optimizer.warmup_steps=5: .* raise it",
+        ),
+        (["optimizer.min_lr_frac=0.1"], "min_lr_frac=0.1 has no effect with optimizer.schedule=constant"),
         (["pipeline.trajectories_per_query=1"], "makes groups of one"),
         (["data.train_file=x.jsonl"], "exactly one of data.source and data.train_file"),
         (["data.source=null"], "exactly one of data.source and data.train_file"),

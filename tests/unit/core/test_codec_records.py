@@ -27,9 +27,10 @@ REQUEST = GenerationRequest(
 
 def test_plain_form_is_what_it_says() -> None:
     assert to_plain(Denominators(num_samples=2, num_tokens=9)) == {"num_samples": 2, "num_tokens": 9}
-    assert to_plain(DispatchRecord(step=0, policy_version=0, queries=(4, 2), num_trajectories=2)) == {
+    assert to_plain(DispatchRecord(step=0, min_version=0, max_version=0, queries=(4, 2), num_trajectories=2)) == {
         "step": 0,
-        "policy_version": 0,
+        "min_version": 0,
+        "max_version": 0,
         "queries": [4, 2],
         "num_trajectories": 2,
     }
@@ -73,7 +74,7 @@ def test_wrong_plain_data_names_the_field(plain: object, message: str) -> None:
 
 
 def test_missing_field_is_named() -> None:
-    with pytest.raises(ConfigError, match="DispatchRecord: missing num_trajectories, step"):
+    with pytest.raises(ConfigError, match="DispatchRecord: missing max_version, min_version, num_trajectories, step"):
         from_plain(DispatchRecord, {"policy_version": 0, "queries": []})
 
 

@@ -36,7 +36,7 @@ def test_names_of_keys() -> None:
 
 
 def test_dispatch_lists_trajectories_in_query_order() -> None:
-    dispatch = DispatchRecord(step=1, policy_version=1, queries=(5, 2), num_trajectories=2)
+    dispatch = DispatchRecord(step=1, min_version=1, max_version=1, queries=(5, 2), num_trajectories=2)
     assert [str(key) for key in dispatch.trajectories()] == ["s1/q5/t0", "s1/q5/t1", "s1/q2/t0", "s1/q2/t1"]
 
 

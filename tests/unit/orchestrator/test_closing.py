@@ -1,8 +1,8 @@
 """The close of a query: every turn becomes ready or masked, once, after the last trajectory has ended."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -10,17 +10,21 @@ import pytest
 from flexmarl.config import AlgorithmConfig
 from flexmarl.core.events import GroupClosed, SamplesMasked
 from flexmarl.core.ids import AgentName, PolicyName, SampleKey, TrajectoryKey
-from flexmarl.core.protocols import AdvantageValue
+from flexmarl.core.protocols import AdvantageValue, StoredStep
 from flexmarl.core.records import (
     DispatchRecord,
     FinishReason,
     OutcomeRecord,
+    StepExtension,
+    TokenColumn,
+    TokenValues,
     TrajectoryFailure,
+    TurnColumns,
     TurnRow,
     VersionSpan,
 )
-from flexmarl.orchestrator.closing import NOT_IN_OUTCOME, StepCloser
-from flexmarl.orchestrator.trajectories import EndedTrajectory
+from flexmarl.orchestrator.closing import NOT_IN_OUTCOME, ClosingSeams, StepCloser
+from flexmarl.orchestrator.trajectory_set import EndedTrajectory
 from flexmarl.scheduling import ReadySample
 from flexmarl.testing.events import RecordingSink
 
@@ -92,31 +96,61 @@ def failed(query: int, trajectory: int, rows: Sequence[TurnRow] = ()) -> EndedTr
     return EndedTrajectory(key=key, turns=tuple(rows), outcome=None, failure=failure)
 
 
+@dataclass
+class ScoreRequest:
+    policy: PolicyName
+    column: TokenColumn
+    turns: list[TurnRow]
+    on_done: Any
+
+
 class Lab:
-    def __init__(self, *, num_queries: int = 1, num_trajectories: int = 2, **algorithm: Any) -> None:
+    def __init__(
+        self, *, num_queries: int = 1, num_trajectories: int = 2, max_extensions: int = 0, **algorithm: Any
+    ) -> None:
         self.inbox = InlineInbox()
         self.store = RecordingStore()
         self.events = RecordingSink()
         self.ready: list[tuple[PolicyName, list[ReadySample]]] = []
         self.num_all_closed = 0
-        config = AlgorithmConfig(advantage_scale="none", **algorithm)
+        self.extensions: list[StepExtension] = []
+        self.score_requests: list[ScoreRequest] = []
+        config = AlgorithmConfig(**{"advantage_scale": "none", **algorithm})
         store: Any = self.store
         inbox: Any = self.inbox
         self.closer = StepCloser(
             DispatchRecord(
-                step=0, policy_version=0, queries=tuple(range(num_queries)), num_trajectories=num_trajectories
+                step=0,
+                min_version=0,
+                max_version=0,
+                queries=tuple(range(num_queries)),
+                num_trajectories=num_trajectories,
             ),
-            algorithms={RED: config, BLUE: config},
-            agents=AGENTS,
-            store=store,
-            inbox=inbox,
-            events=self.events,
-            on_ready=lambda policy, samples: self.ready.append((policy, samples)),
-            on_all_closed=self._all_closed,
+            ClosingSeams(
+                algorithms={RED: config, BLUE: config},
+                agents=AGENTS,
+                max_extensions=max_extensions,
+                store=store,
+                inbox=inbox,
+                events=self.events,
+                scorer=self,
+                on_ready=lambda policy, samples: self.ready.append((policy, samples)),
+                on_extend=self.extensions.append,
+                on_changed=self._changed,
+            ),
         )
 
-    def _all_closed(self) -> None:
-        self.num_all_closed += 1
+    def _changed(self) -> None:
+        self.num_all_closed += self.closer.is_closed
+
+    def score(self, policy: PolicyName, column: TokenColumn, turns: Sequence[TurnRow], on_done: Any) -> None:
+        self.score_requests.append(ScoreRequest(policy, column, list(turns), on_done))
+
+    def answer(self, values: Mapping[int, tuple[float, ...]]) -> None:
+        """Answer the oldest request with values by trajectory."""
+        request = self.score_requests.pop(0)
+        request.on_done(tuple(TokenValues(key=turn.key, values=values[turn.key.trajectory]) for turn in request.turns))
+        self.inbox.finish()
 
     def end(self, *trajectories: EndedTrajectory) -> None:
         for trajectory in trajectories:
@@ -211,3 +245,112 @@ def test_queries_close_by_themselves_and_the_step_once() -> None:
         lab.end(*(ended(query, n, [row("writer", query, n)], float(n)) for n in range(2)))
     assert [record.query for record in lab.events.records if isinstance(record, GroupClosed)] == [2, 0, 1]
     assert lab.num_all_closed == 1
+
+
+# --- statistics that need more than the rewards of a group ------------------------------------------------------------
+
+
+def advantages(lab: Lab) -> list[float]:
+    return [value.advantage for value in lab.store.filled[RED]]
+
+
+def test_a_batch_statistic_waits_for_the_whole_step() -> None:
+    lab = Lab(num_queries=2, advantage_scale="batch_std")
+    lab.end(*(ended(0, n, [row("writer", 0, n)], float(n)) for n in range(2)))
+    assert (lab.store.filled, lab.ready, lab.num_all_closed) == ({}, [], 0)
+    lab.end(*(ended(1, n, [row("writer", 1, n)], 3.0 * n) for n in range(2)))
+    # centred: -0.5, 0.5, -1.5, 1.5; variance (n - 1): 5 / 3
+    assert advantages(lab) == pytest.approx([each / (5 / 3) ** 0.5 for each in (-0.5, 0.5, -1.5, 1.5)], rel=1e-5)
+    assert [len(samples) for _, samples in lab.ready] == [4]
+    assert lab.num_all_closed == 1
+
+
+def test_a_column_weighs_the_advantage() -> None:
+    lab = Lab(weight_column="trust")
+    for n in range(2):
+        each = ended(0, n, [row("writer", 0, n)], float(n))
+        assert each.outcome is not None
+        columns = (TurnColumns(key=each.turns[0].key, values={"trust": 2.0 + n}),)
+        lab.end(replace(each, outcome=replace(each.outcome, turn_columns=columns)))
+    assert advantages(lab) == [-0.5 * 2.0, 0.5 * 3.0]
+
+
+def test_kl_in_the_loss_is_scored_before_a_sample_is_ready_and_only_for_what_trains() -> None:
+    lab = Lab(kl_coef=0.1, truncated="mask", num_trajectories=3)
+    lab.closer.allow_scoring()
+    lab.end(*(ended(0, n, [row("writer", 0, n, is_cut=n == 2)], float(n)) for n in range(3)))
+    (request,) = lab.score_requests
+    assert (request.policy, request.column) == (RED, TokenColumn.REFERENCE_LOGPROBS)
+    assert [turn.key.trajectory for turn in request.turns] == [0, 1]
+    assert lab.ready == []
+    lab.answer(dict.fromkeys(range(2), (-1.0, -2.0)))
+    assert advantages(lab) == [-1.0, 0.0]
+    assert len(lab.ready) == 1
+
+
+def test_kl_in_the_reward_is_compared_within_the_group() -> None:
+    lab = Lab(kl_coef=0.5, kl_in="reward")
+    lab.closer.allow_scoring()
+    lab.end(*(ended(0, n, [row("writer", 0, n)], float(n)) for n in range(2)))
+    lab.answer({0: (-1.5, -1.0), 1: (-1.0, -4.0)})  # mu is -1, -1: KL estimates 0.5 and 3
+    assert [value.reward for value in lab.store.filled[RED]] == [0.0 - 0.25, 1.0 - 1.5]
+    assert lab.score_requests == []  # the column is there already
+
+
+def test_scoring_waits_for_the_turn_of_the_step() -> None:
+    lab = Lab(kl_coef=0.1)
+    lab.end(*(ended(0, n, [row("writer", 0, n)], float(n)) for n in range(2)))
+    assert lab.score_requests == []
+    assert lab.closer.is_generated
+    lab.closer.allow_scoring()
+    assert len(lab.score_requests) == 1
+
+
+def test_what_an_interrupted_run_has_scored_is_not_scored_again() -> None:
+    lab = Lab(kl_coef=0.1)
+    rows = [row("writer", 0, n) for n in range(2)]
+    values = tuple(TokenValues(key=each.key, values=(-1.0, -2.0)) for each in rows)
+    dispatch = DispatchRecord(step=0, min_version=0, max_version=0, queries=(0,), num_trajectories=2)
+    scored = {RED: {TokenColumn.REFERENCE_LOGPROBS: values}}
+    lab.closer.restore(StoredStep(dispatch=dispatch, extensions=(), trajectories=(), scored=scored))
+    lab.end(*(ended(0, n, [each], float(n)) for n, each in enumerate(rows)))
+    assert lab.score_requests == []
+    assert len(lab.ready) == 1
+
+
+# --- extensions -------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_teaches_nothing_is_extended_and_closes_as_one() -> None:
+    lab = Lab(max_extensions=1)
+    lab.end(*(ended(0, n, [row("writer", 0, n)], 1.0) for n in range(2)))
+    assert lab.extensions == [StepExtension(step=0, query=0, first_trajectory=2, num_trajectories=2)]
+    assert (lab.store.filled, lab.closer.is_generated) == ({}, False)
+    lab.end(ended(0, 2, [row("writer", 0, 2)], 1.0), ended(0, 3, [row("writer", 0, 3)], 3.0))
+    assert advantages(lab) == [-0.5, -0.5, -0.5, 1.5]
+    assert lab.closer.is_generated
+
+
+def test_a_group_is_extended_so_often_and_no_more() -> None:
+    lab = Lab(max_extensions=1)
+    lab.end(*(ended(0, n, [row("writer", 0, n)], 1.0) for n in range(4)))
+    assert len(lab.extensions) == 1
+    assert advantages(lab) == [0.0] * 4
+
+
+def test_a_group_with_a_signal_is_not_extended_nor_is_one_of_failures() -> None:
+    lab = Lab(num_queries=2, max_extensions=3)
+    lab.end(*(ended(0, n, [row("writer", 0, n)], float(n)) for n in range(2)), failed(1, 0), failed(1, 1))
+    assert lab.extensions == []
+    assert lab.num_all_closed == 1
+
+
+def test_recorded_extensions_are_expected_after_a_resume() -> None:
+    lab = Lab(max_extensions=1)
+    dispatch = DispatchRecord(step=0, min_version=0, max_version=0, queries=(0,), num_trajectories=2)
+    extension = StepExtension(step=0, query=0, first_trajectory=2, num_trajectories=2)
+    lab.closer.restore(StoredStep(dispatch=dispatch, extensions=(extension,), trajectories=(), scored={}))
+    lab.end(*(ended(0, n, [row("writer", 0, n)], 1.0) for n in range(2)))
+    assert (lab.extensions, lab.store.filled) == ([], {})
+    lab.end(*(ended(0, n, [row("writer", 0, n)], 1.0) for n in range(2, 4)))
+    assert (lab.extensions, len(advantages(lab))) == ([], 4)

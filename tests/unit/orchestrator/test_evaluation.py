@@ -16,7 +16,7 @@ from flexmarl.orchestrator.evaluation import (
     evaluation_set,
     paired_difference,
 )
-from flexmarl.orchestrator.trajectories import EndedTrajectory
+from flexmarl.orchestrator.trajectory_set import EndedTrajectory
 
 pytestmark = pytest.mark.unit
 
@@ -97,7 +97,7 @@ def test_the_set_is_the_samples_of_each_query_then_its_greedy_run() -> None:
     pairs = [(key.query, key.trajectory) for key in which.keys]
     assert pairs == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2)]
     assert which.greedy == {TrajectoryKey(5, 0, 2), TrajectoryKey(5, 1, 2)}
-    assert (which.purpose, which.policy_version, which.temperature) == (Purpose.EVAL, 5, 0.5)
+    assert (which.purpose, which.min_version, which.max_version, which.temperature) == (Purpose.EVAL, 5, 5, 0.5)
     assert which.queries == {0: {"n": 0}, 1: {"n": 1}}
 
 

@@ -25,7 +25,7 @@ from flexmarl.orchestrator.reports import (
     policy_summary,
     step_report,
 )
-from flexmarl.orchestrator.trajectories import EndedTrajectory
+from flexmarl.orchestrator.trajectory_set import EndedTrajectory
 from flexmarl.training.state import PolicyUpdate
 
 pytestmark = pytest.mark.unit
@@ -92,7 +92,7 @@ def update(policy: str, *, samples: int, tokens: int, metrics: Mapping[str, floa
 
 @pytest.fixture
 def statistics() -> StepStatistics:
-    statistics = StepStatistics(step=3, start_s=100.0)
+    statistics = StepStatistics(step=3, start_s=100.0, turn_s=100.0)
     rows = [row("a", 0, 10), row("b", 0, 20, FinishReason.LENGTH)]
     statistics.ended(ended(0, rows, {"a": 1.0, "b": 0.5}, success=True, metrics={"depth": 3.0}), now_s=101.0)
     statistics.ended(
@@ -105,7 +105,19 @@ def statistics() -> StepStatistics:
 def test_a_metrics_row_by_hand(statistics: StepStatistics) -> None:
     updates = {
         PolicyName("p"): update(
-            "p", samples=2, tokens=10, metrics={"logprob_sum": -5.0, "reward_sum": 3.0, "grad_norm": 0.25}
+            "p",
+            samples=2,
+            tokens=10,
+            metrics={
+                "agent.a.logprob_sum": -4.0,
+                "agent.a.trained_tokens_sum": 4.0,
+                "agent.b.logprob_sum": -1.0,
+                "agent.b.trained_tokens_sum": 6.0,
+                "agent.b.reward_sum": 3.0,
+                "agent.b.trained_samples_sum": 2.0,
+                "grad_norm_sum": 0.25,
+                "num_updates_sum": 1.0,
+            },
         )
     }
     found = metrics_row(statistics, updates, masked={(AgentName("b"), "truncated"): 1}, now_s=108.0)
@@ -129,6 +141,8 @@ def test_a_metrics_row_by_hand(statistics: StepStatistics) -> None:
         "policy/p/weights_version": 4,
         "policy/p/num_samples": 2,
         "policy/p/num_tokens": 10,
+        "agent/a/entropy": 1.0,
+        "agent/a/trained_tokens": 4.0,
         "policy/p/entropy": 0.5,
         "policy/p/reward_mean": 1.5,
         "policy/p/grad_norm": 0.25,

@@ -1,12 +1,15 @@
 """The pool of trajectories: each ends once, turns are durable before they are seen, old attempts are ignored."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 
 from flexmarl.config import RolloutConfig, WorkflowConfig
+from flexmarl.core.errors import InvariantError
+from flexmarl.core.events import AttemptDiverged
 from flexmarl.core.ids import AgentName, InstanceId, PolicyName, Purpose, RequestId, SampleKey, TrajectoryKey
 from flexmarl.core.messages import (
     CancelTrajectory,
@@ -16,7 +19,7 @@ from flexmarl.core.messages import (
     StartTrajectory,
     TurnRequested,
 )
-from flexmarl.core.protocols import WorkerHandle
+from flexmarl.core.protocols import StoredTrajectory, WorkerHandle
 from flexmarl.core.records import (
     Completion,
     FinishReason,
@@ -27,8 +30,10 @@ from flexmarl.core.records import (
     TurnRow,
     VersionSpan,
 )
-from flexmarl.orchestrator.trajectories import EndedTrajectory, TrajectoryPool, TrajectorySet
+from flexmarl.orchestrator.trajectories import TrajectoryPool
+from flexmarl.orchestrator.trajectory_set import EndedTrajectory, TrajectorySet
 from flexmarl.rollout.manager import Answer, RolloutManager
+from flexmarl.testing.events import RecordingSink
 
 pytestmark = pytest.mark.unit
 
@@ -153,20 +158,25 @@ class Lab:
         purpose: Purpose = Purpose.TRAIN,
         greedy: frozenset[TrajectoryKey] = frozenset(),
         temperature: float | None = None,
+        recorded: Mapping[TrajectoryKey, StoredTrajectory] | None = None,
+        versions: tuple[int, int] = (7, 8),
     ) -> None:
         self.sink = FakeSink()
         self.manager = FakeManager()
         self.inbox = FakeInbox()
+        self.events = RecordingSink()
         self.worker: FakeWorker | None = FakeWorker()
         self.ended: list[EndedTrajectory] = []
         self.pool = TrajectoryPool(
             TrajectorySet(
                 purpose=purpose,
-                policy_version=7,
+                min_version=versions[0],
+                max_version=versions[1],
                 queries={key.query: {"n": key.query} for key in keys},
                 keys=tuple(keys),
                 greedy=greedy,
                 temperature=temperature,
+                recorded=recorded or {},
             ),
             self.sink,
             seed=11,
@@ -174,11 +184,22 @@ class Lab:
             workflow=WorkflowConfig(path="x:y", timeout_s=60.0, max_attempts=3),
             rollout=rollout or RolloutConfig(),
             manager=cast(RolloutManager, self.manager),
-            worker=lambda: cast(WorkerHandle | None, self.worker),
+            workers=self,
             inbox=cast(Any, self.inbox),
+            events=self.events,
             on_ended=self.ended.append,
+            on_room=self.admit,
         )
-        self.pool.admit()
+        self.admit()
+
+    def admit(self) -> None:
+        self.pool.admit(Counter())
+
+    def choose(self) -> WorkerHandle | None:
+        return cast(WorkerHandle | None, self.worker)
+
+    def count_given(self, handle: WorkerHandle) -> None:
+        pass
 
     @property
     def started(self) -> list[tuple[int, int, int]]:
@@ -212,12 +233,12 @@ class Lab:
         self.pool.failed(TrajectoryFailure(trajectory=key, attempt=attempt, kind=kind, message="bad"))
 
     def kill_worker(self) -> None:
-        self.worker = None
-        self.pool.worker_died()
+        dead, self.worker = self.worker, None
+        self.pool.worker_died(cast(WorkerHandle, dead))
 
     def new_worker(self) -> FakeWorker:
         self.worker = FakeWorker()
-        self.pool.admit()
+        self.admit()
         return self.worker
 
     def ends(self) -> list[tuple[int, str]]:
@@ -346,7 +367,7 @@ def test_g2_a_dead_worker_costs_one_attempt_however_long_the_next_takes_to_start
     lab.kill_worker()
     for _ in range(5):  # whatever happens before the next one is ready
         lab.sink.finish()
-        lab.pool.admit()
+        lab.admit()
     assert lab.ended == []
     lab.new_worker()
     lab.sink.finish()
@@ -401,7 +422,7 @@ def test_cancel_stops_everything_and_reports_nothing() -> None:
     assert all(timer.is_cancelled for timer in lab.inbox.timers)
     assert lab.worker is not None
     assert {message.key for message in lab.worker.of(CancelTrajectory)} >= {A}
-    lab.pool.admit()
+    lab.admit()
     assert lab.sink.pending == []
 
 
@@ -416,7 +437,7 @@ def test_g3_g5_a_request_names_the_version_and_a_seed_of_its_key_alone() -> None
             lab.sink.finish()
         lab.ask(A, attempt=attempt)
         (request,) = lab.manager.requests
-        assert (request.policy, request.min_version, request.max_version) == (POLICY, 7, 7)
+        assert (request.policy, request.min_version, request.max_version) == (POLICY, 7, 8)
         seeds.append(request.seed)
     assert seeds[0] == seeds[1]
     lab = Lab([A, B])
@@ -440,3 +461,78 @@ def test_evaluations_replace_temperatures_and_leave_the_step_out_of_seeds() -> N
         seeds.append([sampled.seed, greedy.seed, *(message.seed for message in lab.worker.of(StartTrajectory))])
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0])) == 4
+
+
+# --- attempts of an interrupted run -----------------------------------------------------------------------------------
+
+
+def recorded(key: TrajectoryKey, *, attempt: int = 2, prompt: tuple[int, ...] = (1, 2, 3)) -> StoredTrajectory:
+    row = TurnRow(
+        key=SampleKey(key.step, key.query, key.trajectory, AGENT, 0, 0),
+        attempt=attempt,
+        policy=POLICY,
+        policy_version=7,
+        weights_version=3,
+        prompt_tokens=prompt,
+        response_tokens=(9,),
+        logprobs=(-0.125,),
+        temperature=0.9,
+        finish_reason=FinishReason.STOP,
+        version_spans=(VersionSpan(start=0, end=1, policy_version=7),),
+    )
+    return StoredTrajectory(key=key, attempt=attempt, turns=(row,), outcome=None, failure=None)
+
+
+def test_g2_g5_a_replayed_attempt_gets_its_recorded_turns_and_generates_the_rest() -> None:
+    lab = Lab([A, B], recorded={A: recorded(A)})
+    lab.sink.finish()
+    assert lab.started == [(0, 0, 2), (0, 1, 0)]
+    lab.ask(A, attempt=2)
+    assert lab.worker is not None
+    (delivered,) = lab.worker.of(DeliverTurn)
+    assert (delivered.completion.tokens, delivered.completion.logprobs) == ((9,), (-0.125,))
+    assert (lab.manager.requests, lab.sink.rows) == ([], [])  # neither generated nor stored again
+    lab.manager.answer(lab.ask(A, attempt=2, turn=1))
+    lab.sink.finish()
+    lab.outcome(A, 0, 1, attempt=2)
+    lab.sink.finish()
+    assert [row.response_tokens for row in lab.ended[0].turns] == [(9,), (5, 6)]
+
+
+def test_g2_a_replayed_attempt_that_asks_something_else_is_superseded() -> None:
+    lab = Lab([A], recorded={A: recorded(A, prompt=(1, 2, 4))})
+    lab.sink.attempts[A] = 2
+    lab.ask(A, attempt=2)
+    assert lab.worker is not None
+    assert lab.worker.of(DeliverTurn) == []
+    assert [record.key.turn for record in lab.events.records if isinstance(record, AttemptDiverged)] == [0]
+    assert lab.sink.finish() == ["begin s7/q0/t0"]
+    lab.ask(A, attempt=3)
+    (request,) = lab.manager.requests
+    assert request.attempt == 3
+    for _ in range(2):  # the diverged attempt cost none of the three
+        lab.kill_worker()
+        lab.new_worker()
+        lab.sink.finish()
+    assert lab.ended == []
+
+
+def test_g3_an_answer_of_another_version_ends_the_run() -> None:
+    lab = Lab([A], versions=(8, 8))
+    lab.sink.finish()
+    with pytest.raises(InvariantError, match=r"tokens \[1, 2\) with version 7, asked for \[8, 8\]"):
+        lab.manager.answer(lab.ask(A))
+
+
+def test_added_trajectories_run_too() -> None:
+    lab = Lab([A])
+    lab.sink.finish()
+    lab.outcome(A)
+    lab.sink.finish()
+    assert lab.pool.is_done
+    lab.pool.add([B])
+    lab.sink.finish()
+    assert lab.started == [(0, 0, 0), (0, 1, 0)]
+    lab.outcome(B)
+    lab.sink.finish()
+    assert lab.ends() == [(0, "outcome"), (1, "outcome")]

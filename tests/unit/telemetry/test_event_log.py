@@ -54,7 +54,9 @@ def test_lines_are_what_the_format_says(tmp_path: Path) -> None:
 
 def test_events_read_back_typed_with_bulk_as_zeros_of_its_length(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    dispatched = StepDispatched(dispatch=DispatchRecord(step=0, policy_version=0, queries=(1, 2), num_trajectories=4))
+    dispatched = StepDispatched(
+        dispatch=DispatchRecord(step=0, min_version=0, max_version=0, queries=(1, 2), num_trajectories=4)
+    )
     start = StartTrajectory(
         purpose=Purpose.TRAIN, key=TrajectoryKey(0, 1, 0), attempt=0, query={"question": "1"}, seed=1
     )

@@ -48,6 +48,26 @@ def test_first_signal_asks_and_second_aborts() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_closed_terminal_asks_once_however_often_it_says_so() -> None:
+    asked: list[str] = []
+    with stop_signals(asked.append):
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert asked == ["SIGHUP"]
+
+
+def test_an_ignored_sighup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals(lambda name: pytest.fail(name)):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_outside_the_main_thread_nothing_changes() -> None:
     handlers: list[object] = []
 

@@ -9,19 +9,27 @@ import pytest
 
 from flexmarl.core.errors import WorkflowError
 from flexmarl.core.ids import AgentName, SampleKey, TrajectoryKey
-from flexmarl.core.records import FinishReason, OutcomeRecord, TurnReward
+from flexmarl.core.records import FinishReason, OutcomeRecord, SamplingParams, TurnColumns, TurnReward
+from flexmarl.models import ScriptedTokenizer
 from flexmarl.workflow import Outcome, Turn
+from flexmarl.workflow.api import AgentSetup
 from flexmarl.workflow.outcomes import outcome_record
+from flexmarl.workflow.turns import BadColumnError, BadRewardError
 
 pytestmark = pytest.mark.unit
 
 TRAJECTORY = TrajectoryKey(1, 2, 3)
-AGENTS = [AgentName(name) for name in ("writer", "judge", "bystander")]
+SAMPLING = SamplingParams(max_new_tokens=9)
+SETUPS = {
+    AgentName(name): AgentSetup(tokenizer=ScriptedTokenizer(), sampling=SAMPLING, required_columns=frozenset(required))
+    for name, required in (("writer", ()), ("judge", ()), ("bystander", ()), ("rated", ("weight",)))
+}
+COLUMNS = {"weight": "float", "level": "int", "is_hard": "bool", "topic": "str"}
 
 
 def turn(agent: str, number: int = 0, *, reward: Any = None, branch: int = 0) -> Turn:
     key = SampleKey(1, 2, 3, AgentName(agent), branch, number)
-    return Turn(key=key, text="", tokens=(1,), finish_reason=FinishReason.STOP, reward=reward)
+    return Turn(key=key, text="", tokens=(1,), finish_reason=FinishReason.STOP, reward=reward, column_types=COLUMNS)
 
 
 TURNS = [turn("writer"), turn("judge"), turn("writer", 1)]
@@ -29,7 +37,7 @@ TURNS = [turn("writer"), turn("judge"), turn("writer", 1)]
 
 def record(returned: Any, turns: list[Turn] | None = None) -> OutcomeRecord:
     return outcome_record(
-        returned, turns=TURNS if turns is None else turns, agents=AGENTS, trajectory=TRAJECTORY, attempt=4
+        returned, turns=TURNS if turns is None else turns, setups=SETUPS, trajectory=TRAJECTORY, attempt=4
     )
 
 
@@ -102,7 +110,7 @@ def test_turn_rewards_come_beside_rewards() -> None:
         ({}, "agent 'judge' acted but has no reward"),
         (
             {"writer": 1.0, "jugde": 1.0},
-            "a reward names agent 'jugde'; the configuration has: bystander, judge, writer",
+            "a reward names agent 'jugde'; the configuration has: bystander, judge, rated, writer",
         ),
         ({"writer": 1.0, "judge": 1.0, 3: 1.0}, "a reward names agent 3; the configuration has"),
         ({"writer": 1.0, "judge": 1.0, 3: 1.0, "x": 1.0}, "a reward names agent 'x'; the configuration has"),
@@ -149,3 +157,91 @@ def test_g10_a_bad_turn_reward_names_the_turn(reward: Any, message: str) -> None
     with pytest.raises(WorkflowError) as caught:
         record({}, [turn("writer", reward=reward)])
     assert message in str(caught.value)
+
+
+# --- user columns -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kept"),
+    [
+        ("weight", 1, 1.0),
+        ("weight", np.float32(0.5), 0.5),
+        ("weight", Fraction(1, 4), 0.25),
+        ("level", 3, 3),
+        ("level", np.int64(-3), -3),
+        ("level", -(2**63), -(2**63)),
+        ("is_hard", False, False),
+        ("topic", "sums", "sums"),
+    ],
+)
+def test_a_column_takes_values_of_its_type(name: str, given: Any, kept: Any) -> None:
+    rated = turn("writer")
+    rated.columns[name] = given
+    assert (rated.columns[name], type(rated.columns[name])) == (kept, type(kept))
+    found = record(1.0, [rated, turn("judge")])
+    assert found.turn_columns == (TurnColumns(key=rated.key, values={name: kept}),)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        (
+            "wieght",
+            0.5,
+            "column 'wieght' = 0.5 is not declared; store.columns has: is_hard, level, topic, weight; add ",
+        ),
+        (
+            "weight",
+            float("nan"),
+            "column 'weight' must be a finite number, got float nan; store.columns declares weight",
+        ),
+        ("weight", 10**400, "column 'weight' must be a finite number, got int 1000"),
+        ("weight", True, "column 'weight' must be a number, got bool True"),
+        ("weight", "high", "column 'weight' must be a number, got str 'high'; store.columns declares weight: float"),
+        ("level", 0.5, "column 'level' must be a whole number of 64 bits, got float 0.5"),
+        ("level", True, "column 'level' must be a whole number of 64 bits, got bool True"),
+        ("level", 2**63, "column 'level' must be a whole number of 64 bits, got int 9223372036854775808"),
+        ("is_hard", 1, "column 'is_hard' must be True or False, got int 1"),
+        ("topic", None, "column 'topic' must be text, got NoneType None"),
+        ("topic", "\ud800", "column 'topic' must be text that UTF-8 can write"),
+    ],
+)
+def test_g10_a_bad_column_names_turn_value_and_declaration(name: str, given: Any, message: str) -> None:
+    rated = turn("writer")
+    with pytest.raises(BadColumnError) as caught:
+        rated.columns[name] = given
+    assert str(caught.value).startswith(f"turn s1/q2/t3/writer/b0/n0: {message}")
+    assert len(rated.columns) == 0
+
+
+def test_g10_a_turn_without_a_required_column_is_named() -> None:
+    first, second = turn("rated"), turn("rated", 1)
+    first.columns["weight"] = 1.0
+    second.columns["level"] = 2
+    with pytest.raises(BadColumnError) as caught:
+        record(1.0, [first, second])
+    assert str(caught.value) == (
+        "turn s1/q2/t3/rated/b0/n1 has no value of column 'weight', which the policy of agent rated is trained with "
+        "(algorithm.weight_column); it has: level; set turn.columns['weight'] on each of its turns"
+    )
+    second.columns["weight"] = 0.0
+    assert [item.values for item in record(1.0, [first, second]).turn_columns] == [
+        {"weight": 1.0},
+        {"level": 2, "weight": 0.0},
+    ]
+
+
+def test_g10_a_reward_or_a_column_is_given_once() -> None:
+    rated = turn("writer")
+    rated.reward = 0.5
+    rated.reward = 0.5
+    rated.columns["level"] = 2
+    rated.columns["level"] = 2
+    with pytest.raises(BadRewardError, match=r"turn s1/q2/t3/writer/b0/n0: reward is 0.5 already, now 0.75"):
+        rated.reward = 0.75
+    with pytest.raises(BadRewardError, match="reward is 0.5 already, now None"):
+        rated.reward = None
+    with pytest.raises(BadColumnError, match=r"turn s1/q2/t3/writer/b0/n0: column 'level' is 2 already, now 3"):
+        rated.columns["level"] = 3
+    assert (rated.reward, dict(rated.columns)) == (0.5, {"level": 2})

@@ -17,7 +17,7 @@ from flexmarl.core.messages import (
     TrajectoryFailed,
     TurnRequested,
 )
-from flexmarl.core.records import Completion, FinishReason, SamplingParams, VersionSpan
+from flexmarl.core.records import Completion, FinishReason, SamplingParams, TurnColumns, VersionSpan
 from flexmarl.models import ScriptedTokenizer
 from flexmarl.workflow import Episode, Outcome
 from flexmarl.workflow.api import AgentSetup
@@ -46,7 +46,9 @@ class Lab:
     """A worker on the running loop; facts land in `facts`."""
 
     def __init__(self, function: Callable[[Episode], Awaitable[Any]]) -> None:
-        setup = AgentSetup(tokenizer=TOKENIZER, sampling=SamplingParams(max_new_tokens=9))
+        setup = AgentSetup(
+            tokenizer=TOKENIZER, sampling=SamplingParams(max_new_tokens=9), column_types={"level": "int"}
+        )
         self.facts: list[Any] = []
         self.worker = EpisodeWorker(function, {AgentName("a"): setup, AgentName("b"): setup}, self.facts.append)
 
@@ -210,6 +212,59 @@ def test_g10_a_bad_outcome_is_a_failure_of_its_own_kind(returned: Any, message: 
         kind, text = lab.failure()
         assert kind == "bad_reward"
         assert text.startswith(message)
+
+    asyncio.run(main())
+
+
+async def rewards_twice(episode: Episode) -> float:
+    turn = await episode.agent("a").chat("x")
+    turn.reward = 1.0
+    turn.reward = 0.0
+    return 1.0
+
+
+async def misspells_a_column(episode: Episode) -> float:
+    turn = await episode.agent("a").chat("x")
+    turn.columns["level"] = 1
+    turn.columns["levle"] = 2
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "message"),
+    [
+        (rewards_twice, "bad_reward", "turn s0/q1/t2/a/b0/n0: reward is 1.0 already, now 0.0"),
+        (misspells_a_column, "bad_column", "turn s0/q1/t2/a/b0/n0: column 'levle' = 2 is not declared"),
+    ],
+)
+def test_g10_what_a_turn_is_given_wrongly_is_a_failure_with_the_line(
+    function: Callable[[Episode], Awaitable[Any]], kind: str, message: str
+) -> None:
+    async def main() -> None:
+        lab = Lab(function)
+        await lab.start()
+        await lab.deliver(lab.requests[0])
+        found, text = lab.failure()
+        assert found == kind
+        assert message in text
+        line = function.__code__.co_firstlineno + 3
+        assert text.endswith(f" at {__file__}:{line}")
+
+    asyncio.run(main())
+
+
+def test_columns_reach_the_outcome() -> None:
+    async def function(episode: Episode) -> float:
+        turn = await episode.agent("a").chat("x")
+        turn.columns["level"] = 4
+        return 1.0
+
+    async def main() -> None:
+        lab = Lab(function)
+        await lab.start()
+        await lab.deliver(lab.requests[0])
+        (end,) = lab.ends
+        assert end.outcome.turn_columns == (TurnColumns(key=lab.requests[0].key, values={"level": 4}),)
 
     asyncio.run(main())
 

@@ -1,0 +1,47 @@
+"""Opens the experience store that a configuration names, with the columns that its algorithms need."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from flexmarl.algorithms import required_columns
+from flexmarl.config import RootConfig
+from flexmarl.core.errors import ConfigError
+from flexmarl.core.ids import PolicyName
+from flexmarl.core.protocols import ExperienceStore, PolicyColumns, Runtime
+from flexmarl.store import SqliteStore
+
+
+def policy_columns(config: RootConfig) -> dict[PolicyName, PolicyColumns]:
+    """Return the data columns of each policy's table."""
+    return {
+        PolicyName(name): PolicyColumns(
+            scalars=dict(config.store.columns), required=required_columns(config.algorithm_of(name))
+        )
+        for name in config.policies
+    }
+
+
+async def open_store(config: RootConfig, folder: Path, runtime: Runtime) -> ExperienceStore:
+    """Open the store of a run; `folder` is where it keeps its files.
+
+    Raises:
+        ConfigError: `store.factory` cannot be used.
+        StoreError: the files are in use, damaged, of another format, or have other columns.
+    """
+    columns = policy_columns(config)
+    if config.store.kind == "plugin":
+        store: ExperienceStore = await _factory(config.store.factory or "")(folder, runtime.call, columns)
+        return store
+    return await SqliteStore.open(folder if config.store.kind == "sqlite" else None, runtime.call, columns)
+
+
+def _factory(path: str) -> Any:
+    module_name, colon, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), name) if colon else None
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"store.factory={path}: {error}; expected module:function of an importable module") from error
+    if not callable(found):
+        raise ConfigError(f"store.factory={path}: expected module:function of an async function that returns a store")
+    return found
