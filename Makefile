@@ -62,6 +62,7 @@ format: setup  ## Format the sources and write the generated documentation
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/python scripts/config_reference.py
+	$(BIN)/python scripts/promise_tests.py
 
 bench: setup  ## Run every benchmark, quickly; ARGS="" measures in full
 	@bash scripts/bench.sh $(if $(filter undefined file,$(origin ARGS)),--quick,$(ARGS))

@@ -94,5 +94,6 @@ def test_named_modules_and_functions_exist(page: str) -> None:
         assert f"def {name}(" in where, f"{page}: {owner}.{name}()"
 
 
-def test_configuration_reference_is_current() -> None:
-    subprocess.run([sys.executable, ROOT / "scripts" / "config_reference.py", "--check"], timeout=60, check=True)
+@pytest.mark.parametrize("script", ["config_reference.py", "promise_tests.py"])
+def test_generated_pages_are_current(script: str) -> None:
+    subprocess.run([sys.executable, ROOT / "scripts" / script, "--check"], timeout=60, check=True)
