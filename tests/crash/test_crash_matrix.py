@@ -1,7 +1,9 @@
 """Cells of the crash matrix (`testing/crash_matrix.py`): one of each sort here, all of them in the nightly run."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,17 +18,18 @@ CHOSEN = cells() if IS_NIGHTLY else daily_cells()
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
-    """What each variant trains when nobody disturbs it."""
-    variants = {cell.variant for cell in CHOSEN}
-    return {variant: undisturbed(VARIANTS[variant], tmp_path_factory.mktemp("undisturbed")) for variant in variants}
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+    """What a variant trains when nobody disturbs it."""
 
+    @cache
+    def reference_of(variant: str) -> Trained:
+        found = undisturbed(VARIANTS[variant], tmp_path_factory.mktemp("undisturbed"))
+        assert sorted(found.steps) == [row["step"] for row in found.metrics] == [0, 1, 2, 3]
+        assert len({str(step.weights_digests) for step in found.steps.values()}) == 4
+        assert sorted(found.evaluations) == [2]
+        return found
 
-def test_the_reference_evaluates_and_changes_all_weights_in_each_step(references: dict[str, Trained]) -> None:
-    for reference in references.values():
-        assert sorted(reference.steps) == [row["step"] for row in reference.metrics] == [0, 1, 2, 3]
-        assert len({str(step.weights_digests) for step in reference.steps.values()}) == 4
-        assert sorted(reference.evaluations) == [2]
+    return reference_of
 
 
 def test_daily_cells_have_every_moment_victim_action_and_variant() -> None:
@@ -39,16 +42,16 @@ def test_daily_cells_have_every_moment_victim_action_and_variant() -> None:
 
 @pytest.mark.parametrize("cell", CHOSEN, ids=[cell.name for cell in CHOSEN])
 def test_g2_g4_g5_g7_a_disturbed_run_trains_what_the_undisturbed_one_does(
-    cell: Cell, tmp_path: Path, references: dict[str, Trained]
+    cell: Cell, tmp_path: Path, reference_of: Callable[[str], Trained]
 ) -> None:
-    run_cell(cell, VARIANTS[cell.variant], tmp_path, references[cell.variant])
+    run_cell(cell, VARIANTS[cell.variant], tmp_path, reference_of(cell.variant))
 
 
 def test_a_cell_sees_a_sample_too_few_other_weights_and_a_plan_that_was_not_carried_out(
-    tmp_path: Path, references: dict[str, Trained]
+    tmp_path: Path, reference_of: Callable[[str], Trained]
 ) -> None:
     """The checks of a cell can fail."""
-    reference = references["strict"]
+    reference = reference_of("strict")
     cell = Cell(variant="strict", action="kill", victim="process group", moment="backward done")
     (policy, keys), *_ = reference.steps[2].keys.items()
     step = replace(reference.steps[2], keys={**reference.steps[2].keys, policy: keys[1:]})

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flexmarl.algorithms import token_columns
 from flexmarl.config import AlgorithmConfig, OptimizerConfig, ScriptedTrainingConfig, TorchTrainingConfig
-from flexmarl.core.ids import ObjectKey, PolicyName
+from flexmarl.core.ids import ObjectKey, PolicyName, SampleKey
 from flexmarl.core.messages import (
     AccumulateGradient,
     Activate,
@@ -48,11 +48,11 @@ FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 
 
 @functools.cache
-def tiny_folder(seed: int) -> Path:
+def tiny_folder(seed: int, spread: float = 0.05) -> Path:
     # GPT-2: the only kind whose layers all compute in float64 when asked to; Llama's norms go through float32. Weights
     # as wide as a trained model's: much wider ones amplify the rounding of one forward up to the float32 bound.
     FOLDERS.append(tempfile.TemporaryDirectory())
-    return write_tiny_model(Path(FOLDERS[-1].name), kind="gpt2", spread=0.05, seed=seed)
+    return write_tiny_model(Path(FOLDERS[-1].name), kind="gpt2", spread=spread, seed=seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,9 +167,16 @@ class Lab:
             config=TorchTrainingConfig(accumulation="canonical" if is_canonical else "float"),
             algorithm=setting.algorithm,
             optimizer=setting.optimizer,
-            reference_folder=tiny_folder(9),
+            # Far from the policies: where pi and ref are close, the KL term is all cancellation, and with an advantage
+            # of zero the rounding of float32 log-probs is as large as what remains.
+            reference_folder=tiny_folder(9, spread=0.2),
             dtype="float32" if is_canonical else setting.kind,
         )
+
+    def scored(self, step: int, states: Mapping[PolicyName, ObjectKey], samples: Samples) -> dict[SampleKey, Sample]:
+        """The samples with the columns they need, scored in one go."""
+        run = _StepRun(self, step, states, NUM_SLOTS)
+        return {sample.turn.key: sample for policy, own in samples.items() for sample in run.score(policy, own)}
 
     def train(self, step: int, states: Mapping[PolicyName, ObjectKey], schedule: Schedule) -> dict[PolicyName, Trained]:
         """One step with one update per policy."""

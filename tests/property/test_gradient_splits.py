@@ -46,7 +46,7 @@ SEVERAL_UPDATES = {
     ),
 }
 NUM_STEPS = 2
-UPDATES_TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
+UPDATES_TOLERANCE = {"float32": 5e-4, "float64": 1e-12}
 """Of parameters after several updates, as a share of the learning rate: AdamW's eps divides an error of the gradient,
 and the next update starts from the parameters that it made."""
 
@@ -67,8 +67,16 @@ def check_schedules(setting: Setting, seed: int) -> None:
     for step in range(NUM_STEPS if setting.is_exact else 1):
         generated = GeneratedStep.random(team, step, rng)
         in_order = generated.samples(setting.algorithm)
+        arrived = generated.samples(setting.algorithm, rng)
+        if not setting.is_exact:
+            # G1 is about one set of columns; in floats a column scored in other batches differs by rounding.
+            scored = lab.scored(step, states, in_order)
+            in_order, arrived = (
+                {policy: [scored[sample.turn.key] for sample in own] for policy, own in samples.items()}
+                for samples in (in_order, arrived)
+            )
         serial = lab.train(step, states, Schedule.serial(in_order))
-        streamed = lab.train(step, states, Schedule.random(generated.samples(setting.algorithm, rng), rng))
+        streamed = lab.train(step, states, Schedule.random(arrived, rng))
         assert streamed.keys() == serial.keys()
         for policy, trained in serial.items():
             yardstick = 0.0

@@ -149,6 +149,11 @@ class RootConfig(FrozenConfig):
                     f"policy {name}: algorithm.correction=decoupled_ppo has no effect with {updates}: one update per "
                     "version has no other policy to be clipped against; use truncated_is, or raise one of them"
                 )
+            if algorithm.correction == "truncated_is" and num_updates > 1:
+                raise ValueError(
+                    f"policy {name}: algorithm.correction=truncated_is with {updates}: with several updates the same "
+                    "weight goes with PPO's ratio against the policy before the first one: give decoupled_ppo"
+                )
             if algorithm.kl_coef == 0 and algorithm.reference_model is not None:
                 raise ValueError(
                     f"policy {name}: algorithm.reference_model={algorithm.reference_model} has no effect with "

@@ -71,9 +71,10 @@ class AlgorithmConfig(FrozenConfig):
     clip_high: float = Field(default=0.2, gt=0)
     """PPO: a ratio above 1 + clip_high gets no gradient from a positive advantage. No effect with one update."""
     correction: Literal["none", "truncated_is", "decoupled_ppo"] | None = None
-    """How tokens that other weights generated are weighed. `truncated_is`: by pi/mu of the trained and the generating
-    policy, at most `correction_cap`. `decoupled_ppo`: the same weight for the policy before the first of several
-    updates, and PPO's clipped ratio against that. null: `none` in serial and strict mode, `truncated_is` in others."""
+    """How tokens that other weights generated are weighed. `truncated_is`, with one update per step: by pi/mu of the
+    trained and the generating policy, at most `correction_cap`. `decoupled_ppo`, with several: the same weight for the
+    policy before the first update, beside PPO's clipped ratio against that. null: `none` in serial and strict mode, in
+    others the one that fits."""
     correction_cap: float = Field(default=2.0, ge=1)
     """Largest importance weight of a token."""
     kl_coef: float = Field(default=0.0, ge=0)

@@ -336,7 +336,7 @@ class GatedRun:
     def wait_for_gate(self) -> None:
         """Return when a trajectory waits at the gate."""
         waiting = self._gate.with_name(f"{self._gate.name}.waiting")
-        wait_until(waiting.exists, f"a trajectory at the gate\n{self.live.output()}")
+        wait_until(waiting.exists, "a trajectory at the gate", timeout_s=120.0)
 
     def open_gate(self) -> None:
         """Let the trajectories go on, also those of a resumed run."""
