@@ -75,7 +75,7 @@ class RolloutConfig(FrozenConfig):
     max_retries: int = Field(default=3, ge=0)
     """Further tries of a request, with the same key and seed."""
     max_restarts: int = Field(default=10, ge=0)
-    """Restarts of one instance; after that the run goes on with the policy's others, or stops."""
+    """Restarts of one instance without an answer in between; then the run goes on with the policy's others, or ends."""
 
 
 class TorchTrainingConfig(FrozenConfig):

@@ -37,7 +37,7 @@ class WorkflowConfig(FrozenConfig):
     max_attempts: int = Field(default=3, ge=1)
     """A trajectory whose generation failed or whose worker died is started again so often."""
     max_restarts: int = Field(default=5, ge=0)
-    """Restarts of one episode worker; the run ends when it dies once more."""
+    """Restarts of one episode worker without an ended trajectory in between; then the run ends."""
     blocked_loop_s: float = Field(default=1.0, gt=0)
     """Report user code that holds the event loop for longer."""
     dry_run: bool = True

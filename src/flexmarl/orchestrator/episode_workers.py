@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flexmarl.core.errors import BackendError
 from flexmarl.core.events import WorkerRestarted
 from flexmarl.core.ids import WorkerId
-from flexmarl.core.messages import WorkerExited, WorkerReady
+from flexmarl.core.messages import TrajectoryEnded, WorkerExited, WorkerReady
 from flexmarl.core.protocols import EventSink, Inbox, Runtime, WorkerHandle, WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -21,6 +21,8 @@ class _Worker:
     number: int
     handle: WorkerHandle | None = None
     num_starts: int = 0
+    num_deaths: int = 0
+    """Since a trajectory ended on it: a run of days shall not end because of a death now and then."""
     num_given: int = 0
     """Attempts given to it; the one with the fewest gets the next."""
     is_ready: bool = False
@@ -50,7 +52,7 @@ class EpisodeWorkers:
 
         Args:
             num_workers: Workers, at least one.
-            max_restarts: Restarts of one worker; the run ends when it dies once more.
+            max_restarts: Restarts of one worker without an ended trajectory; the run ends when it dies once more.
             make_spec: Makes the spec of a worker.
             runtime: Starts them.
             inbox: Where their facts go.
@@ -107,6 +109,9 @@ class EpisodeWorkers:
                 self._on_ready()
             case WorkerExited():
                 self._exited(worker, fact)
+            case TrajectoryEnded():
+                worker.num_deaths = 0
+                self._on_fact(fact)
             case _:
                 self._on_fact(fact)
 
@@ -117,11 +122,11 @@ class EpisodeWorkers:
         worker.num_given = min(other.num_given for other in self._workers)
         if self._is_closing:
             return
-        num_restarts = worker.num_starts - 1
-        if num_restarts >= self._max_restarts:
+        worker.num_deaths += 1
+        if worker.num_deaths > self._max_restarts:
             self._inbox.fail(
                 BackendError(
-                    f"episode worker {worker.number} ended {worker.num_starts} times "
+                    f"episode worker {worker.number} ended {worker.num_deaths} times without ending a trajectory "
                     f"(workflow.max_restarts={self._max_restarts}); the last time: {fact.reason}"
                 )
             )
@@ -130,7 +135,7 @@ class EpisodeWorkers:
         self._events.emit(
             WorkerRestarted(worker=f"episodes-{worker.number}", incarnation=worker.num_starts, reason=fact.reason)
         )
-        delay_s = min(FIRST_RESTART_DELAY_S * 2.0**num_restarts, LONGEST_RESTART_DELAY_S) if num_restarts else 0.0
+        delay_s = min(FIRST_RESTART_DELAY_S * 2.0 ** (worker.num_deaths - 1), LONGEST_RESTART_DELAY_S)
         self._inbox.set_timer(f"restart {worker.worker_id}", delay_s, lambda: self._start(worker))
         if dead is not None:
             self._on_died(dead)

@@ -59,6 +59,8 @@ class Instance:
     state: InstanceState = InstanceState.STARTING
     handle: WorkerHandle | None = None
     incarnation: int = 0
+    num_deaths: int = 0
+    """Since it answered a request: a run of days shall not end because of a death now and then."""
     policy_version: int | None = None
     requests: dict[RequestId, Request] = field(default_factory=dict)
     num_outstanding_tokens: int = 0

@@ -169,6 +169,7 @@ class RolloutManager:
             case WeightsLoaded():
                 self._weights_loaded(instance, fact)
             case Generated():
+                instance.num_deaths = 0
                 self._answered(instance, fact.completion.request_id, fact.completion)
             case GenerationFailed():
                 self._failed(instance, fact)
@@ -220,19 +221,20 @@ class RolloutManager:
             instance.load_timer.cancel()
         if self._is_closing:
             return
-        if instance.incarnation >= self._config.max_restarts:
+        instance.num_deaths += 1
+        if instance.num_deaths > self._config.max_restarts:
             instance.state = InstanceState.GIVEN_UP
             logger.error("%s ended (%s) and is not restarted: rollout.max_restarts", instance.instance_id, reason)
             if all(i.state is InstanceState.GIVEN_UP for i in self._instances.values() if i.policy == instance.policy):
                 self._inbox.fail(
                     BackendError(
-                        f"policy {instance.policy}: every instance died {self._config.max_restarts + 1} times "
+                        f"policy {instance.policy}: every instance died {instance.num_deaths} times without an answer "
                         f"(rollout.max_restarts={self._config.max_restarts}); the last time: {reason}"
                     )
                 )
                 return
         else:
-            delay_s = min(FIRST_RESTART_DELAY_S * 2.0**instance.incarnation, LONGEST_RESTART_DELAY_S)
+            delay_s = min(FIRST_RESTART_DELAY_S * 2.0 ** (instance.num_deaths - 1), LONGEST_RESTART_DELAY_S)
             instance.state = InstanceState.WAITING
             instance.incarnation += 1
             logger.warning("%s ended (%s); restarting in %.1f s", instance.instance_id, reason, delay_s)

@@ -431,8 +431,24 @@ def test_g7_a_policy_whose_instances_are_all_given_up_ends_the_run_by_name() -> 
     (error,) = lab.inbox.errors
     assert isinstance(error, BackendError)
     assert str(error) == (
-        "policy red: every instance died 2 times (rollout.max_restarts=1); the last time: out of memory"
+        "policy red: every instance died 2 times without an answer (rollout.max_restarts=1); "
+        "the last time: out of memory"
     )
+
+
+@pytest.mark.unit
+def test_an_answer_makes_up_for_the_deaths_before_it() -> None:
+    lab = Lab(1, max_restarts=1)
+    lab.serve()
+    for number in range(5):
+        lab.alive()[0].die()
+        lab.inbox.fire("restart")
+        (instance,) = lab.alive()
+        instance.say(WorkerReady(pid=1))
+        instance.load()
+        lab.submit(f"r{number}")
+        instance.say(completion(f"r{number}", instance))
+    assert lab.inbox.errors == []
 
 
 @pytest.mark.unit
