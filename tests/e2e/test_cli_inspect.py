@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -17,7 +18,9 @@ import pytest
 from flexmarl.api import inspect
 from flexmarl.core.errors import ConfigError, StoreError
 from flexmarl.core.ids import PolicyName
+from flexmarl.core.records import StepExtension
 from flexmarl.store.lifecycle import RowStatus
+from flexmarl.store.schema import encode_record
 from flexmarl.testing.runs import GatedRun, RunLab, scripted_config, trained_steps
 
 pytestmark = pytest.mark.e2e
@@ -210,8 +213,22 @@ def test_g10_a_trajectory_that_is_not_there_is_named(lab: RunLab, finished: Path
     detail = inspect(finished, step=0).detail
     assert detail is not None
     query = str(detail.groups[0].query)
-    output = lab.run("inspect", "finished", "--step", "0", "--query", query, "--trajectory", "7", expect=1)
-    assert f"trajectory s0/q{query}/t7 has not begun" in output
+    output = lab.run("inspect", "finished", "--step", "0", "--query", query, "--trajectory", "3", expect=2)
+    assert output == f"error: --trajectory 3: of query {query} in step 0 the trajectories are 0 to 2\n"
+
+
+def test_g10_a_trajectory_that_has_not_begun_is_named_and_extensions_count(finished: Path, tmp_path: Path) -> None:
+    detail = inspect(finished, step=0).detail
+    assert detail is not None
+    query = detail.groups[0].query
+    copied = Path(shutil.copytree(finished, tmp_path / "run"))
+    extension = StepExtension(step=0, query=query, first_trajectory=3, num_trajectories=2)
+    with closing(sqlite3.connect(copied / "store" / "index.db")) as index, index:
+        index.execute("INSERT INTO extensions VALUES (0, 0, ?)", (encode_record(extension),))
+    with pytest.raises(StoreError, match=f"trajectory s0/q{query}/t4 has not begun"):
+        inspect(copied, step=0, query=query, trajectory=4)
+    with pytest.raises(ConfigError, match="the trajectories are 0 to 4"):
+        inspect(copied, step=0, query=query, trajectory=5)
 
 
 def test_g10_no_run_no_store_damaged_newer(lab: RunLab, finished: Path, tmp_path: Path) -> None:

@@ -131,6 +131,18 @@ def test_g7_a_blocked_loop_is_reported_once_with_file_and_line(tmp_path: Path) -
     asyncio.run(scenario())
 
 
+def test_modules_that_take_long_to_import_are_not_a_blocked_loop(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with local_runtime(tmp_path, inline=True) as runtime:
+            log = FactLog()
+            runtime.start(episode_spec(blocked_loop_s=0.1, start_s=0.4), log)
+            await log.wait_until_ready("episodes")
+            await asyncio.sleep(0.2)
+            assert not any(isinstance(fact, LoopBlocked) for fact in log.of("episodes"))
+
+    asyncio.run(scenario())
+
+
 def test_g7_a_blocked_episode_worker_does_not_hold_up_the_end(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with local_runtime(tmp_path, inline=True, stop_timeout_s=0.3) as runtime:

@@ -162,12 +162,27 @@ def test_g10_other_start_models_are_named(copied: Path) -> None:
 def test_g10_deleted_rows_are_named_with_what_would_keep_them(lab: RunLab) -> None:
     """With retention `covered` the rows of steps before the oldest kept checkpoint go."""
     plain = config(retention="covered")
-    plain["checkpoint"] = {"every": 1, "keep_last": 1}
+    plain["checkpoint"] = {"every": 1, "keep_last": 2}
     lab.run("train", lab.write_config(plain, "covered.yaml"), "run.dir=covered", "--quiet")
     with pytest.raises(StoreError) as caught:
         replay(lab.folder / "covered", first_step=0)
     assert "step 0 needs the rows of steps 0 to " in str(caught.value)
     assert "store.retention=all" in str(caught.value)
+    assert str(caught.value).endswith("the first step that can be replayed is 3")
+    assert replay(lab.folder / "covered").first_version == 3
+
+
+@pytest.mark.parametrize("options", [(), ("--from", "0"), ("--from", "3")])
+def test_g10_a_run_with_its_last_checkpoint_alone_has_nothing_left_to_replay(
+    lab: RunLab, options: tuple[str, ...]
+) -> None:
+    if not (lab.folder / "last").exists():
+        plain = config(retention="covered")
+        plain["checkpoint"] = {"every": 100}
+        lab.run("train", lab.write_config(plain, "last.yaml"), "run.dir=last", "--quiet")
+    output = lab.run("replay", "last", *options, expect=1)
+    assert "nothing is left to replay up to version 4: no checkpoint below it has all later rows" in output
+    assert "store.retention=all, set before training, keeps all" in output
 
 
 def test_g10_a_damaged_row_is_named(copied: Path) -> None:

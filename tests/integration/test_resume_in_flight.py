@@ -12,7 +12,7 @@ import pytest
 
 from flexmarl.api import TrainResult, train
 from flexmarl.config import parse_config
-from flexmarl.core.errors import ConfigError
+from flexmarl.core.errors import ConfigError, WorkflowError
 from flexmarl.core.events import AttemptDiverged, StepCommitted, StepRestored
 from flexmarl.core.messages import Generated, Scored, WorkDone
 from flexmarl.orchestrator.checkpoint import list_checkpoints
@@ -26,8 +26,8 @@ STRIDE = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 89
 NUM_STEPS = 3
 
 
-def load_queries(*, split: str, num_queries: int | None, seed: int) -> list[dict[str, Any]]:
-    return [{"text": f"{split} {number}"} for number in range(num_queries or 4)]
+def load_queries(*, split: str, num_queries: int | None, seed: int, word: str = "q") -> list[dict[str, Any]]:
+    return [{"text": f"{split} {word} {number}"} for number in range(num_queries or 4)]
 
 
 async def team(episode: Episode) -> Outcome:
@@ -202,8 +202,49 @@ def test_g10_other_options_than_those_of_the_stored_rows_are_refused(
         run(folder, "optimizer.learning_rate=0.5", resume=True)
     for part in ("optimizer.learning_rate: 1e-05 -> 0.5", "checkpoint.replay=false"):
         assert part in str(caught.value)
-    run(folder, "optimizer.learning_rate=0.5", "checkpoint.replay=false", resume=True)
+    with pytest.raises(ConfigError, match=r"algorithm.kl_coef: 0.0 -> 0.1"):
+        run(folder, "algorithm.kl_coef=0.1", resume=True)
+    run(folder, "algorithm.kl_coef=0.1", "checkpoint.replay=false", resume=True)
     assert len(trained_steps(folder)) == NUM_STEPS
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.seed=9", "run.seed: 0 -> 9"),
+        ("pipeline.queries_per_step=1", "pipeline.queries_per_step: 2 -> 1"),
+        ("data.options={word: other}", "began with other training data"),
+    ],
+)
+def test_g10_what_decides_the_queries_cannot_change_without_a_checkpoint_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, message: str
+) -> None:
+    folder = tmp_path / "run"
+    break_at(monkeypatch, 60, folder)
+    with pytest.raises(ConfigError) as caught:
+        run(folder, override, resume=True)
+    assert message in str(caught.value)
+    run(folder, resume=True)
+
+
+IS_MENDED = [False]
+
+
+async def broken(episode: Episode) -> Outcome:
+    """Fails until somebody mends it."""
+    if not IS_MENDED[0]:
+        raise ValueError("a bug")
+    return await team(episode)
+
+
+def test_g7_a_step_in_which_everything_failed_runs_again_after_a_resume(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(WorkflowError, match="all 6 trajectories of step 0 failed"):
+        run(folder, workflow="broken")
+    IS_MENDED[0] = True
+    run(folder, workflow="broken", resume=True)
+    run(tmp_path / "whole", workflow="broken")
+    assert trained_steps(folder) == trained_steps(tmp_path / "whole")
 
 
 def test_what_was_scored_before_the_break_is_not_scored_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,19 +84,18 @@ def group_advantages(rewards: Sequence[float], *, scale: str) -> list[float]:
 
 
 def scale_by_batch(values: Sequence[AdvantageValue]) -> list[AdvantageValue]:
-    """Return advantages divided by their standard deviation (n - 1) over all trained samples of a policy's step.
+    """Return advantages minus their mean, divided by their standard deviation (n - 1) plus 1e-6.
 
-    Source: REINFORCE++ (Hu et al. 2025), section 3.2, on advantages that are group means already subtracted.
+    Both are over all trained samples of a policy's step, whose group means were subtracted before: the mean is zero
+    unless samples were masked. Equal advantages, and a single one, give zeros. Source: REINFORCE++ (Hu et al. 2025,
+    arXiv:2501.03262), global advantage normalisation.
     """
-    if len(values) < 2:
-        return list(values)
-    mean = math.fsum(value.advantage for value in values) / len(values)
-    std = math.sqrt(math.fsum((value.advantage - mean) ** 2 for value in values) / (len(values) - 1))
-    return [replace(value, advantage=value.advantage / (std + STD_EPS)) for value in values]
+    scaled = group_advantages([value.advantage for value in values], scale="std")
+    return [replace(value, advantage=advantage) for value, advantage in zip(values, scaled, strict=True)]
 
 
 def has_signal(closing: "QueryClosing") -> bool:
-    """Return whether a gradient can come from a query: some advantage is not zero."""
+    """Return whether the rewards of a query say anything: some advantage is not zero."""
     return any(value.advantage != 0.0 for values in closing.values.values() for value in values)
 
 

@@ -85,9 +85,10 @@ def token_metrics(terms: TokenTerms, logprobs_N: Tensor, config: AlgorithmConfig
 
     `logprobs_N` are the current ones. What the configuration does not use is absent.
     """
-    gaps_N = logprobs_N - terms.rollout_logprobs_N
-    found = {"logprob": logprobs_N, "logprob_gap": gaps_N.abs(), "mismatch_kl": _k3(gaps_N)}
     old_N = logprobs_N if terms.old_logprobs_N is None else terms.old_logprobs_N
+    # Against the policy before the first of several updates: what they move is no mismatch of the engines.
+    gaps_N = old_N - terms.rollout_logprobs_N
+    found = {"logprob": logprobs_N, "logprob_gap": gaps_N.abs(), "mismatch_kl": _k3(gaps_N)}
     if is_weighted(config):
         log_weights_N = old_N - terms.rollout_logprobs_N
         found["importance_weight"] = _importance_weights(log_weights_N, config)
@@ -97,6 +98,7 @@ def token_metrics(terms: TokenTerms, logprobs_N: Tensor, config: AlgorithmConfig
         is_high_N = (terms.advantages_N > 0) & (ratio_N > 1 + config.clip_high)
         is_low_N = (terms.advantages_N < 0) & (ratio_N < 1 - config.clip_low)
         found["clipped"] = (is_high_N | is_low_N).to(logprobs_N.dtype)
+        found["approx_kl"] = _k3(logprobs_N - old_N)
     if terms.reference_logprobs_N is not None:
         found["reference_kl"] = _k3(terms.reference_logprobs_N - logprobs_N)
     return found

@@ -70,7 +70,7 @@ def inspect(
             versions=tuple(_version(each.commit, policy) for each in steps if each.commit),
             steps=tuple(_step(each, policy) for each in steps),
             detail=None if shown is None else _detail(view, shown, policy, query),
-            trajectory=None if trajectory is None else _trajectory(view, step, query, trajectory, policy),
+            trajectory=None if trajectory is None else _trajectory(view, shown, step, query, trajectory, policy),
         )
 
 
@@ -215,10 +215,14 @@ def _group(group: GroupView) -> GroupFacts:
 
 
 def _trajectory(
-    view: StoreView, step: int | None, query: int | None, trajectory: int, policy: str | None
+    view: StoreView, shown: StepView | None, step: int | None, query: int | None, trajectory: int, policy: str | None
 ) -> TrajectoryFacts:
-    if step is None or query is None:
+    if shown is None or step is None or query is None:
         raise ConfigError(f"--trajectory {trajectory} needs --step and --query: it is numbered within a query")
+    added = sum(each.num_trajectories for each in shown.extensions if each.query == query)
+    last = shown.dispatch.num_trajectories + added - 1
+    if not 0 <= trajectory <= last:
+        raise ConfigError(f"--trajectory {trajectory}: of query {query} in step {step} the trajectories are 0 to {last}")
     key = TrajectoryKey(step, query, trajectory)
     found = view.trajectory(key)
     turns = [turn for attempt in found.attempts for turn in attempt.turns if policy in (None, turn.policy)]

@@ -146,28 +146,27 @@ def _plan(folder: Path, view: StoreView, first_step: int | None, last_version: i
     checkpoints = dict(list_checkpoints(folder / "checkpoints"))
     starts = [version for version in sorted({0, *checkpoints}) if version < last]
     oldest, why_not_older = _oldest_with_rows(view, [commits[version] for version in range(1, last + 1)])
+    first = next((version for version in starts if version >= oldest), None)
+    if first is None:
+        raise StoreError(
+            f"{folder}: nothing is left to replay up to version {last}: no checkpoint below it has all later rows; those "
+            f"of step {oldest - 1} cannot be read: {why_not_older}"
+        )
     if first_step is not None:
         start = max(version for version in starts if version <= first_step)
         if start < oldest:
             raise StoreError(
                 f"step {first_step} needs the rows of steps {start} to {oldest - 1}, which cannot be read: "
-                f"{why_not_older}; the first step that can be replayed is {_first(starts, oldest)}"
+                f"{why_not_older}; the first step that can be replayed is {first}"
             )
     else:
-        found = _first(starts, oldest)
-        if found is None:
-            raise StoreError(f"{folder}: no checkpoint below version {last} has all later rows: {why_not_older}")
-        start = found
+        start = first
     return _Plan(
         first_version=start,
         checkpoint=checkpoints.get(start),
         commits=[commits[version] for version in range(start + 1, last + 1)],
         start_digests=_recorded_digests(folder, commits.get(start)),
     )
-
-
-def _first(starts: Sequence[int], oldest: int) -> int | None:
-    return next((version for version in starts if version >= oldest), None)
 
 
 def _oldest_with_rows(view: StoreView, commits: Sequence[CommitRecord]) -> tuple[int, str]:

@@ -10,7 +10,7 @@ from flexmarl.config import RootConfig, load_config
 from flexmarl.core.codec import from_plain, to_plain
 from flexmarl.core.errors import ConfigError, StoreError
 from flexmarl.core.ids import PolicyName
-from flexmarl.core.protocols import ExperienceStore, Runtime
+from flexmarl.core.protocols import ExperienceStore, Runtime, StoredStep
 from flexmarl.orchestrator.checkpoint import data_digest, list_checkpoints, load_policy_state, read_manifest
 from flexmarl.orchestrator.evaluation import EvaluationResult
 from flexmarl.orchestrator.parts import RunResult, StartState
@@ -20,6 +20,8 @@ from flexmarl.training.state import PolicyState
 
 BASELINE_NAME = "baseline.json"
 CONFIG_NAME = "config.yaml"
+CURSOR_OPTIONS = ("run.seed", "pipeline.queries_per_step")
+"""Keys that can never change: with the data they decide which queries a step trains."""
 FIXED_OPTIONS = (
     "policies.",
     "agents.",
@@ -31,6 +33,7 @@ FIXED_OPTIONS = (
     "pipeline.max_extensions",
     "rollout.temperature",
     "rollout.max_new_tokens",
+    "rollout.ignore_stop",
     "training.backend.",
     "store.columns.",
 )
@@ -42,6 +45,8 @@ class Baseline:
     """What the end of a run is compared with; kept in the run folder, so that a resumed run compares with it too."""
 
     weights_digests: Mapping[PolicyName, str]
+    data_digest: str
+    """Of the training queries: a resumed run must see the same."""
     queries: tuple[int, ...] = ()
     sampled: tuple[float, ...] = ()
     greedy: tuple[float, ...] = ()
@@ -78,6 +83,13 @@ async def resumed_state(
     """
     state = await load_checkpoint(config, inputs, folder.checkpoints_path, runtime) or first_state(config)
     state = replace(state, is_resumed=True)
+    _refuse_changes(config, folder, CURSOR_OPTIONS, "they decide which queries a step trains: give the old values")
+    baseline = _read_baseline(folder)
+    if baseline is not None and baseline.data_digest != data_digest(inputs.train_queries):
+        raise ConfigError(
+            f"{folder.path}: the run began with other training data (digest {baseline.data_digest}): resume it with the "
+            "data that it was started with"
+        )
     last = await store.last_commit()
     committed = 0 if last is None else last.policy_version
     is_there = await store.pruned_version() <= state.policy_version <= committed
@@ -86,7 +98,6 @@ async def resumed_state(
     else:
         _tell_what_is_lost(state.policy_version, committed, folder, tell)
         await store.rewind(state.policy_version)
-    baseline = _read_baseline(folder)
     if baseline is None or (state.policy_version == 0 and not state.commits and not state.open_steps):
         return state
     return replace(state, digests_before=baseline.weights_digests, before=_evaluation_of(baseline))
@@ -98,37 +109,50 @@ async def _with_stored(
     """Return the state with the commits and open steps after its version."""
     commits = await store.commits_after(state.policy_version)
     open_steps = await store.open_steps()
+    if failed := next((each for each in open_steps if _has_only_failures(each)), None):
+        # Nothing of it is left to run: it would end the run again, whatever has been mended meanwhile.
+        tell(f"step {failed.dispatch.step + 1}: every trajectory had failed, so it runs again")
+        await store.rewind(failed.dispatch.step)
+        open_steps = [each for each in open_steps if each.dispatch.step < failed.dispatch.step]
     if not commits and not open_steps:
         return state
-    _check_unchanged(config, folder)
+    _refuse_changes(
+        config,
+        folder,
+        FIXED_OPTIONS,
+        "the store holds rows that were made with the old values: give those, or checkpoint.replay=false to go back to "
+        "the newest checkpoint and forget the rows",
+    )
     if commits:
         first, last = commits[0].policy_version, commits[-1].policy_version
         tell(f"training steps {first} to {last} again from stored rows, without generation")
     for each in open_steps:
         num_ended = sum(one.outcome is not None or one.failure is not None for one in each.trajectories)
         num_all = len(each.dispatch.trajectories()) + sum(one.num_trajectories for one in each.extensions)
-        tell(f"going on with step {each.dispatch.step + 1}: {num_ended} of {num_all} trajectories had ended")
+        num_turns = sum(len(one.turns) for one in each.trajectories)
+        tell(
+            f"going on with step {each.dispatch.step + 1}: {num_ended} of {num_all} trajectories had ended, "
+            f"{num_turns} turns are kept"
+        )
     return replace(state, commits=tuple(commits), open_steps=tuple(open_steps))
 
 
-def _check_unchanged(config: RootConfig, folder: RunFolder) -> None:
-    """Refuse options other than those that the stored rows were made with."""
+def _has_only_failures(step: StoredStep) -> bool:
+    num_all = len(step.dispatch.trajectories()) + sum(each.num_trajectories for each in step.extensions)
+    return sum(each.failure is not None for each in step.trajectories) == num_all
+
+
+def _refuse_changes(config: RootConfig, folder: RunFolder, options: tuple[str, ...], advice: str) -> None:
+    """Refuse other values of options than those that the run folder's configuration has."""
     path = folder.path / CONFIG_NAME
     before, now = _flat(load_config(path).model_dump(mode="json")), _flat(config.model_dump(mode="json"))
     changed = [
         f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and _is_fixed(key)
+        if before.get(key) != now.get(key) and key.startswith(options) and not key.endswith(".num_instances")
     ]
     if changed:
-        raise ConfigError(
-            f"{path}: the store holds rows that were made with other options ({'; '.join(changed)}): resume with the "
-            "old values, or give checkpoint.replay=false to go back to the newest checkpoint and forget those rows"
-        )
-
-
-def _is_fixed(key: str) -> bool:
-    return key.startswith(FIXED_OPTIONS) and not key.endswith(".num_instances")
+        raise ConfigError(f"{path}: a resume cannot change {'; '.join(changed)}: {advice}")
 
 
 def _flat(plain: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -144,6 +168,8 @@ def _flat(plain: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 def _tell_what_is_lost(version: int, committed: int, folder: RunFolder, tell: Callable[[str], None]) -> None:
     if version == 0 and committed > 0:
         tell(f"no checkpoint in {folder.checkpoints_path}: {committed} committed steps run again from the first")
+    elif committed > version:
+        tell(f"going back from version {committed} to checkpoint step_{version}: later steps run again")
     elif committed < version:
         tell(
             f"the store in {folder.store_path} knows {committed} of the {version} steps before the "
@@ -183,9 +209,9 @@ async def load_checkpoint(
     return StartState(policy_version=version, policies=policies)
 
 
-def write_baseline(folder: RunFolder, result: RunResult) -> None:
+def write_baseline(folder: RunFolder, inputs: CheckedInputs, result: RunResult) -> None:
     """Keep what the end of the run will be compared with."""
-    baseline = Baseline(weights_digests=result.digests_before)
+    baseline = Baseline(weights_digests=result.digests_before, data_digest=data_digest(inputs.train_queries))
     if result.before is not None:
         queries = tuple(sorted(result.before.sampled))
         baseline = replace(

@@ -1,4 +1,4 @@
-"""Opens the experience store that a configuration names, with the columns that its algorithms need."""
+"""The experience store that a configuration names, and the columns that its algorithms need."""
 
 import importlib
 from pathlib import Path
@@ -23,17 +23,16 @@ def policy_columns(config: RootConfig) -> dict[PolicyName, PolicyColumns]:
 
 
 async def open_store(config: RootConfig, folder: Path, runtime: Runtime) -> ExperienceStore:
-    """Open the store of a run; `folder` is where it keeps its files.
+    """Open the store of a run, with the columns that it has; `folder` is where it keeps its files.
 
     Raises:
         ConfigError: `store.factory` cannot be used.
-        StoreError: the files are in use, damaged, of another format, or have other columns.
+        StoreError: the files are in use, damaged, or of another format.
     """
-    columns = policy_columns(config)
     if config.store.kind == "plugin":
-        store: ExperienceStore = await _factory(config.store.factory or "")(folder, runtime.call, columns)
+        store: ExperienceStore = await _factory(config.store.factory or "")(folder, runtime.call)
         return store
-    return await SqliteStore.open(folder if config.store.kind == "sqlite" else None, runtime.call, columns)
+    return await SqliteStore.open(folder if config.store.kind == "sqlite" else None, runtime.call)
 
 
 def _factory(path: str) -> Any:

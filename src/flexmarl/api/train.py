@@ -8,7 +8,7 @@ from typing import Any
 
 from flexmarl.api.build import CheckedInputs, build_parts, check_inputs, run_on
 from flexmarl.api.resume import first_state, resumed_state, write_baseline
-from flexmarl.api.stores import open_store
+from flexmarl.api.stores import open_store, policy_columns
 from flexmarl.api.workers import model_folder, needs_model
 from flexmarl.config import RootConfig, resolved_yaml
 from flexmarl.core.errors import ConfigError, StoreError
@@ -83,7 +83,8 @@ async def _train(
         start = first_state(config)
         if resume:
             start = await resumed_state(config, inputs, folder, runtime, store, tell=listener.on_message)
-            # Only now: a resume that was refused must leave the run's own configuration.
+        await store.declare(policy_columns(config))
+        if resume:  # only now: a resume that was refused must leave the run's own configuration
             folder.write_config(resolved_yaml(config))
         parts = await build_parts(
             config,
@@ -93,7 +94,7 @@ async def _train(
             first_step=start.policy_version + len(start.commits),
             store=store,
             listener=listener,
-            on_baseline=lambda result: write_baseline(folder, result),
+            on_baseline=lambda result: write_baseline(folder, inputs, result),
         )
         orchestrator = Orchestrator(parts, start)
         loop = asyncio.get_running_loop()

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
-def learning_curve(values: Sequence[float | None], *, title: str, width: int = 60, height: int = 8) -> list[str]:
-    """Return lines that show `values`, one per step, as bars; missing values leave gaps.
+def learning_curve(
+    values: Sequence[float | None], *, title: str, first_step: int = 1, width: int = 60, height: int = 8
+) -> list[str]:
+    """Return lines that show `values`, one per step from `first_step`, as bars; missing values leave gaps.
 
     More steps than `width` are averaged in equal spans. The axis begins at 0, unless a value is negative.
     Returns no lines when there is nothing to show.
@@ -25,7 +27,8 @@ def learning_curve(values: Sequence[float | None], *, title: str, width: int = 6
         label = high if row == height - 1 else low if row == 0 else None
         lines.append(f"{'' if label is None else format(label, '.2f'):>6} |{bar}".rstrip())
     lines.append(f"{'':>6} +{'-' * len(columns)}")
-    lines.append(f"{'':>6}  1{f'step {len(values)}':>{max(len(columns) - 1, 7)}}")
+    first, last = str(first_step), f"step {first_step + len(values) - 1}"
+    lines.append(f"{'':>6}  {first}{last:>{max(len(columns) - len(first), len(last) + 1)}}")
     return lines
 
 

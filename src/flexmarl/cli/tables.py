@@ -48,8 +48,12 @@ def _head(report: "InspectReport") -> str:
     )
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, num_left_out: int = 0) -> Table:
-    """A table whose numbers are aligned right."""
+def _table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, num_left_out: int = 0
+) -> Table | str:
+    """A table whose numbers are aligned right; one line when it is empty."""
+    if not rows:
+        return f"{title}: none"
     more = f" (the last {len(rows)}; {num_left_out} earlier ones are left out)" if num_left_out > 0 else ""
     table = Table(title=f"{title}{more}", title_justify="left", title_style="", box=None, pad_edge=False)
     for number, name in enumerate(columns):
@@ -66,7 +70,7 @@ def _cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _versions(versions: Sequence["VersionFacts"]) -> Table:
+def _versions(versions: Sequence["VersionFacts"]) -> Table | str:
     shown = versions[-MAX_ROWS:]
     return _table(
         "\nversions",
@@ -88,7 +92,7 @@ def _versions(versions: Sequence["VersionFacts"]) -> Table:
     )
 
 
-def _steps(steps: Sequence["StepFacts"]) -> Table:
+def _steps(steps: Sequence["StepFacts"]) -> Table | str:
     shown = steps[-MAX_ROWS:]
     statuses = sorted({status for step in shown for status in step.rows}, key=_STATUS_ORDER.index)
     return _table(
@@ -113,7 +117,7 @@ def _steps(steps: Sequence["StepFacts"]) -> Table:
 _STATUS_ORDER = ["partial", "ready", "leased", "acknowledged", "sealed", "committed", "masked", "failed", "superseded"]
 
 
-def _detail(detail: "StepDetail") -> Iterator[Table]:
+def _detail(detail: "StepDetail") -> Iterator[Table | str]:
     yield _table(
         f"\nrows of step {detail.step}",
         ("policy", "status", "reason", "rows"),
@@ -157,7 +161,7 @@ def _detail(detail: "StepDetail") -> Iterator[Table]:
     )
 
 
-def _trajectory(trajectory: "TrajectoryFacts") -> Iterator[Table]:
+def _trajectory(trajectory: "TrajectoryFacts") -> Iterator[Table | str]:
     yield _table(
         f"\nattempts of {trajectory.key}",
         ("attempt", "ended", "success", "rewards", "message"),
@@ -175,7 +179,7 @@ def _trajectory(trajectory: "TrajectoryFacts") -> Iterator[Table]:
     yield _table(
         f"\nturns of {trajectory.key}",
         (
-            *("turn", "attempt", "policy", "status", "reason", "prompt", "response", "finish"),
+            *("turn", "attempt", "policy", "status", "reason", "prompt_tokens", "response_tokens", "finish"),
             *("version", "reward", "advantage", "columns"),
         ),
         [

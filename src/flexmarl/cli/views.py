@@ -101,7 +101,9 @@ def make_view(*, is_quiet: bool) -> QuietView:
 
 def _curve(steps: Sequence[StepReport]) -> list[str]:
     """Return the learning curve of team success or, when the workflow does not report it, of the mean reward."""
+    first_step = steps[0].step + 1 if steps else 1
     if any(report.success_frac is not None for report in steps):
-        return learning_curve([report.success_frac for report in steps], title="team success per step")
+        successes = [report.success_frac for report in steps]
+        return learning_curve(successes, title="team success per step", first_step=first_step)
     rewards = [sum(report.rewards.values()) / len(report.rewards) if report.rewards else None for report in steps]
-    return learning_curve(rewards, title="mean reward per step")
+    return learning_curve(rewards, title="mean reward per step", first_step=first_step)

@@ -125,7 +125,7 @@ class StoreConfig(FrozenConfig):
     kind: Literal["sqlite", "memory", "plugin"] = "sqlite"
     """`memory` keeps nothing across a crash: for simulated runs. `plugin` takes what `factory` makes."""
     factory: str | None = None
-    """Of kind plugin: `module:function`, an async function called as `function(folder, call, columns)` that returns an
+    """Of kind plugin: `module:function`, an async function called as `function(folder, call)` that returns an
     ExperienceStore."""
     columns: dict[str, Literal["int", "float", "bool", "str"]] = Field(default_factory=dict)
     """Further columns of every turn, which workflows fill through `turn.columns`."""

@@ -109,6 +109,8 @@ class StepCloser:
         """Of samples that are not ready yet."""
         self._is_closed = False
         self.num_closed = 0
+        self.num_extended = 0
+        """Queries that got further trajectories."""
         self.num_masked: dict[tuple[AgentName, str], int] = {}
         self.num_ready: dict[PolicyName, int] = {}
         self.num_zero_advantage: dict[PolicyName, int] = {}
@@ -120,6 +122,7 @@ class StepCloser:
             query = self._queries[extension.query]
             query.num_expected += extension.num_trajectories
             query.num_extensions += 1
+            self.num_extended += query.num_extensions == 1
         for policy, columns in stored.scored.items():
             for column, values in columns.items():
                 self._scored[policy, column] = {each.key: each.values for each in values}
@@ -163,6 +166,7 @@ class StepCloser:
             )
             query.num_expected += extension.num_trajectories
             query.num_extensions += 1
+            self.num_extended += query.num_extensions == 1
             self._seams.on_extend(extension)
             return
         query.is_generated = True

@@ -1,4 +1,4 @@
-"""The episode workers of a run: started, restarted when they end, and chosen by how much they run."""
+"""The episode workers of a run: started, restarted when they end, and chosen by how much they run at the moment."""
 
 import logging
 from collections.abc import Callable
@@ -23,8 +23,8 @@ class _Worker:
     num_starts: int = 0
     num_deaths: int = 0
     """Since a trajectory ended on it: a run of days shall not end because of a death now and then."""
-    num_given: int = 0
-    """Attempts given to it; the one with the fewest gets the next."""
+    num_running: int = 0
+    """Attempts that run on it; the one with the fewest gets the next."""
     is_ready: bool = False
 
     @property
@@ -82,14 +82,19 @@ class EpisodeWorkers:
         self._is_closing = True
 
     def choose(self) -> WorkerHandle | None:
-        """Return the ready worker that has been given the fewest attempts, or None when none is ready."""
+        """Return the ready worker that runs the fewest attempts, or None when none is ready."""
         ready = [worker for worker in self._workers if worker.is_ready]
-        return min(ready, key=lambda worker: (worker.num_given, worker.number)).handle if ready else None
+        return min(ready, key=lambda worker: (worker.num_running, worker.number)).handle if ready else None
 
-    def count_given(self, handle: WorkerHandle) -> None:
+    def began(self, handle: WorkerHandle) -> None:
         """An attempt was given to a worker."""
         for worker in self._workers:
-            worker.num_given += worker.handle is handle
+            worker.num_running += worker.handle is handle
+
+    def ended(self, handle: WorkerHandle) -> None:
+        """An attempt that was given to it has ended, or was given up."""
+        for worker in self._workers:
+            worker.num_running -= worker.handle is handle
 
     def _start(self, worker: _Worker) -> None:
         if self._is_closing:
@@ -118,8 +123,7 @@ class EpisodeWorkers:
     def _exited(self, worker: _Worker, fact: WorkerExited) -> None:
         dead, worker.handle = worker.handle, None
         worker.is_ready = False
-        # The next incarnation has nothing to do, and the others have not more than before.
-        worker.num_given = min(other.num_given for other in self._workers)
+        worker.num_running = 0
         if self._is_closing:
             return
         worker.num_deaths += 1

@@ -53,7 +53,7 @@ class Episodes:
         self._workers.close()
 
     def run(self, trajectories: TrajectorySet, sink: TrajectorySink, on_ended: OnEnded, *, step: int) -> TrajectoryPool:
-        """Return the pool of a set of trajectories; it starts with the next `admit`. `forget` it when it is done."""
+        """Return the pool of a set of trajectories; `open` starts it. `forget` it when it is done."""
         config = self._parts.config
         pool = TrajectoryPool(
             trajectories,

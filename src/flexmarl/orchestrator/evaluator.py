@@ -35,7 +35,7 @@ class Evaluator:
 
     def start(self) -> None:
         """Let the trajectories run."""
-        self._episodes.admit()
+        self._pool.open()
 
     def cancel(self) -> None:
         """Give the evaluation up; `on_done` is not called."""

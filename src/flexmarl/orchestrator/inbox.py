@@ -36,20 +36,28 @@ class OrderedInbox:
         self._facts.append((source, fact, handler))
         self._wake.set()
 
-    def start(self, name: str, work: Coroutine[Any, Any, T], then: Callable[[T], None]) -> None:
-        """Run `work`; its end is a WorkDone fact whose handler is `then(result)`."""
-        task = asyncio.get_running_loop().create_task(self._run(name, work, then), name=name)
+    def start(
+        self,
+        name: str,
+        work: Coroutine[Any, Any, T],
+        then: Callable[[T], None],
+        on_fenced: Callable[[], None] | None = None,
+    ) -> None:
+        """Run `work`; its end is a WorkDone fact whose handler is `then(result)`, or `on_fenced` after a FencedError."""
+        task = asyncio.get_running_loop().create_task(self._run(name, work, then, on_fenced or _nothing), name=name)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
         # A task that is cancelled before its first turn never awaits `work`, and Python would complain about it.
         task.add_done_callback(lambda _: work.close())
 
-    async def _run(self, name: str, work: Coroutine[Any, Any, T], then: Callable[[T], None]) -> None:
+    async def _run(
+        self, name: str, work: Coroutine[Any, Any, T], then: Callable[[T], None], on_fenced: Callable[[], None]
+    ) -> None:
         try:
             result = await work
         except FencedError as error:
             logger.info("%s: %s", name, error)
-            self.post(ORCHESTRATOR, WorkDone(name=name, error=str(error)), _nothing)
+            self.post(ORCHESTRATOR, WorkDone(name=name, error=str(error)), on_fenced)
         except Exception as error:  # noqa: BLE001 (whatever it is, it ends the run through the dispatcher)
             caught = error
             self.post(ORCHESTRATOR, WorkDone(name=name, error=repr(error)), lambda: self.fail(caught))

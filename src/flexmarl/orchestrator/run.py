@@ -303,6 +303,8 @@ class Orchestrator:
         now_s = self._parts.runtime.clock.now_s()
         row = metrics_row(step.statistics, updates, masked=step.num_masked, now_s=now_s)
         row.update((f"policy/{name}/zero_advantage_frac", frac) for name, frac in step.zero_advantage_frac.items())
+        if self._config.pipeline.max_extensions > 0:
+            row["rollout/num_extended_queries"] = step.num_extended
         self._parts.metrics.write(step.dispatch.step, row)
         self._parts.trackers.log(step.dispatch.step, row)
 

@@ -130,6 +130,11 @@ class StepRunner:
         return self._closer.num_masked
 
     @property
+    def num_extended(self) -> int:
+        """Queries that got further trajectories."""
+        return self._closer.num_extended
+
+    @property
     def is_generated(self) -> bool:
         """It has all of its rollouts."""
         return self._closer.is_generated
@@ -142,7 +147,7 @@ class StepRunner:
 
         def opened(_: None) -> None:
             self._parts.events.emit(StepDispatched(dispatch=self.dispatch))
-            self._seams.episodes.admit()
+            self._pool.open()
 
         work = self._parts.store.open_step(self.dispatch)
         self._seams.inbox.start(f"store.open_step {self.dispatch.step}", work, opened)
@@ -197,7 +202,7 @@ class StepRunner:
         )
         for each in ended:
             self._count(EndedTrajectory(key=each.key, turns=each.turns, outcome=each.outcome, failure=each.failure))
-        self._seams.episodes.admit()
+        self._pool.open()
 
     def _trajectory_ended(self, trajectory: EndedTrajectory) -> None:
         if trajectory.key in self._sampled:
@@ -213,7 +218,7 @@ class StepRunner:
 
     def _extend(self, extension: StepExtension) -> None:
         def extended(_: None) -> None:
-            self._parts.events.emit(StepExtended(extension=extension, reason="all rewards of each group are equal"))
+            self._parts.events.emit(StepExtended(extension=extension, reason="its rewards say nothing so far"))
             self._pool.add(extension.trajectories())
 
         name = f"store.extend_step s{extension.step}/q{extension.query}"

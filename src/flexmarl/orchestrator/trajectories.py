@@ -115,6 +115,7 @@ class TrajectoryPool:
         self._num_attempts: dict[TrajectoryKey, int] = {}
         """Attempts that the episode worker has been given."""
         self._running: dict[TrajectoryKey, _Running] = {}
+        self._is_open = False
         self._is_cancelled = False
         self.num_ended = 0
         self.num_trajectories = len(trajectories.keys)
@@ -134,6 +135,11 @@ class TrajectoryPool:
         """Return the number of trajectories in flight by (step, query)."""
         return Counter((key.step, key.query) for key in (*self._running, *self._beginning))
 
+    def open(self) -> None:
+        """The set is durable: its trajectories may start."""
+        self._is_open = True
+        self._on_room()
+
     def add(self, keys: Sequence[TrajectoryKey]) -> None:
         """Run further trajectories of queries of the set."""
         self._waiting.extend(keys)
@@ -142,7 +148,7 @@ class TrajectoryPool:
 
     def admit(self, num_running_elsewhere: Counter[tuple[int, int]]) -> None:
         """Start what the bounds allow beside the trajectories of other pools."""
-        if self._is_cancelled or not self._waiting or self._workers.choose() is None:
+        if not self._is_open or self._is_cancelled or not self._waiting or self._workers.choose() is None:
             return
         admitted = admit_first_come(
             self._waiting,
@@ -161,6 +167,7 @@ class TrajectoryPool:
         self._waiting.clear()
         for running in list(self._running.values()):
             self._stop(running)
+            self._workers.ended(running.worker)
 
     def worker_died(self, worker: WorkerHandle) -> None:
         """Every attempt that ran on an episode worker is lost with it."""
@@ -267,7 +274,7 @@ class TrajectoryPool:
             # It died meanwhile; the next one admits. This attempt never ran, so it does not count.
             self._waiting.insert(0, key)
             return
-        self._workers.count_given(worker)
+        self._workers.began(worker)
         self._num_attempts[key] = self._num_attempts.get(key, 0) + 1
         timer = self._inbox.set_timer(
             f"trajectory {self._set.purpose} {key}", self._workflow.timeout_s, lambda: self._timed_out(key, attempt)
@@ -330,6 +337,7 @@ class TrajectoryPool:
 
     def _try_again(self, running: _Running) -> None:
         del self._running[running.key]
+        self._workers.ended(running.worker)
         self._waiting.insert(0, running.key)
         self._on_room()
 
@@ -337,6 +345,7 @@ class TrajectoryPool:
         if self._is_cancelled:
             return
         del self._running[running.key]
+        self._workers.ended(running.worker)
         self.num_ended += 1
         turns = tuple(running.turns[key] for key in sorted(running.turns))
         self._on_ended(EndedTrajectory(key=running.key, turns=turns, outcome=outcome, failure=failure))

@@ -52,8 +52,12 @@ class WorkerChoice(Protocol):
         """Return a worker that takes work, or None while there is none."""
         ...
 
-    def count_given(self, handle: WorkerHandle) -> None:
+    def began(self, handle: WorkerHandle) -> None:
         """An attempt was given to a worker."""
+        ...
+
+    def ended(self, handle: WorkerHandle) -> None:
+        """An attempt that was given to it has ended, or was given up."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexmarl.core.errors import ConfigError, StoreError
 from flexmarl.core.ids import PolicyName, SampleKey
@@ -70,16 +70,34 @@ def check_declaration(policy: PolicyName, declared: PolicyColumns) -> None:
         raise ConfigError(f"policy {policy!r} requires column {unknown[0]!r}, which store.columns does not declare")
 
 
-def require_same_declaration(name: str, policy: PolicyName, written: PolicyColumns, declared: PolicyColumns) -> None:
-    """Refuse to open a table with other columns than it has.
+NEEDED_BY = {
+    TokenColumn.OLD_LOGPROBS: "algorithm.num_epochs and num_minibatches",
+    TokenColumn.REFERENCE_LOGPROBS: "algorithm.kl_coef",
+}
+"""The options that make a token column required."""
+
+
+def require_same_declaration(
+    name: str, policy: PolicyName, written: PolicyColumns, declared: PolicyColumns, *, may_require_other: bool
+) -> None:
+    """Refuse other columns than a table has; without rows in flight, others of them may be required.
 
     Raises:
         StoreError: they differ.
     """
+    if may_require_other:
+        written = replace(written, required=declared.required)
     names = {**written.scalars, **declared.scalars, **dict.fromkeys(written.required | declared.required)}
     for column in sorted(names):
         has, wants = _say(written, column), _say(declared, column)
         if has != wants:
+            if written.scalars == declared.scalars:
+                option = NEEDED_BY[TokenColumn(column)] if column in _TOKEN_COLUMNS else "algorithm.weight_column"
+                raise StoreError(
+                    f"{name}: column {str(column)!r} of policy {policy!r}, which {option} makes required, is {has} for "
+                    f"the rows in flight, and {wants} in the configuration: give the options of before, or "
+                    "checkpoint.replay=false to forget those rows"
+                )
             raise StoreError(
                 f"{name}: column {str(column)!r} of policy {policy!r} is {has} in this store, and {wants} in the "
                 "configuration: use another run.dir, or the columns of before"

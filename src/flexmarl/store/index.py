@@ -41,14 +41,28 @@ class Index:
         self.woken: set[PolicyName] = set()
         """Policies that got ready rows since they were last taken from here; perhaps a few more."""
         self._plans: dict[int, StepPlan] = {}
-        self._declare(columns or {})
+        for number, policy, text in self._written_policies():
+            self.tables[policy] = self._table(policy, number, decode_record(PolicyColumns, text))
+        self.declare(columns or {})
 
-    def _declare(self, columns: Mapping[PolicyName, PolicyColumns]) -> None:
+    def declare(self, columns: Mapping[PolicyName, PolicyColumns]) -> None:
+        """Take the columns of each policy's table; what rows in flight need cannot change.
+
+        Raises:
+            ConfigError: a declaration is wrong.
+            StoreError: a table has other user columns, or rows in flight that were made with other requirements.
+        """
         for number, policy, text in self._written_policies():
             written = decode_record(PolicyColumns, text)
-            if policy in columns:
-                require_same_declaration(self.database.name, policy, written, columns[policy])
-            self.tables[policy] = self._table(policy, number, written)
+            if policy in columns and columns[policy] != written:
+                has_open_rows = self.tables[policy].has_open_rows()
+                require_same_declaration(
+                    self.database.name, policy, written, columns[policy], may_require_other=not has_open_rows
+                )
+                with self.transaction() as connection:
+                    text = encode_columns(columns[policy])
+                    connection.execute("UPDATE policies SET columns=? WHERE number=?", (text, number))
+                self.tables[policy] = self._table(policy, number, columns[policy])
         for policy, declared in columns.items():
             check_declaration(policy, declared)
             self.table_for_rows(policy, declared)

@@ -78,7 +78,7 @@ class PayloadReader:
             if segment in self.pruned:
                 raise StoreError(
                     f"{self._files.name}: tokens of segment {segment} have been deleted: the checkpoint of version "
-                    f"{self.pruned[segment]} covers their step; a run with store.retention=all keeps them"
+                    f"{self.pruned[segment]} covers their step; store.retention=all, set before training, keeps all"
                 )
             file = self._file(segment)
             data = memoryview(file.read_at(start, run[-1].end - start))

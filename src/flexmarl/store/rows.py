@@ -162,6 +162,11 @@ class PolicyTable(RowReader):
         where = f"{TRAJECTORY_IS} AND attempt=?"
         self._move(RowMove.FAIL, where, (*trajectory_values(trajectory), attempt), reason=reason)
 
+    def has_open_rows(self) -> bool:
+        """Return whether a row is neither committed nor out of training."""
+        query = f"SELECT 1 FROM {self.name} WHERE {status_in(OPEN_STATUSES)} LIMIT 1"
+        return self._connection.execute(query).fetchone() is not None
+
     # --- data columns -------------------------------------------------------------------------------------------------
 
     def fill(self, values: Sequence[AdvantageValue]) -> int:

@@ -83,6 +83,15 @@ class SqliteStore(OperationQueue):
             for event in events:
                 event.set()
 
+    async def declare(self, columns: Mapping[PolicyName, PolicyColumns]) -> None:
+        """Take the data columns of each policy's table; what rows in flight need cannot change.
+
+        Raises:
+            ConfigError: a declaration is wrong.
+            StoreError: a table has other user columns, or rows in flight that were made with other requirements.
+        """
+        await self._run(Index.declare, columns)
+
     async def open_step(self, dispatch: DispatchRecord) -> None:
         """Record the content of a step before its first request; survives power loss."""
         await self._run(steps.open_step, dispatch)

@@ -73,9 +73,12 @@ class Incarnation:
         return command
 
     def store_work(self, name: str, work: Coroutine[Any, Any, T], then: Callable[[T], None]) -> None:
-        """Run a store operation and call `then` with its result, unless the incarnation it was for has died."""
+        """Run a store operation and call `then` with its result, unless the incarnation it was for has died.
+
+        An incarnation that the store has fenced while it lives is killed: nothing that it does counts any more.
+        """
         self.busy_with = f"store.{name}"
-        number = self.number
+        number, handle = self.number, self._handle
 
         def done(result: T) -> None:
             if self.number == number:
@@ -83,4 +86,8 @@ class Incarnation:
                 then(result)
                 self._on_free()
 
-        self._seams.inbox.start(f"store.{name}", work, done)
+        def fenced() -> None:
+            if self.number == number and handle is not None:
+                handle.kill()
+
+        self._seams.inbox.start(f"store.{name}", work, done, fenced)

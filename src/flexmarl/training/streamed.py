@@ -272,7 +272,10 @@ class StreamedStep:
         self._is_recovering = True
 
         async def release() -> tuple[list[SampleKey], Seal | None]:
-            keys = await self._seams.store.release(dead_holder)
+            await self._seams.store.release(dead_holder)
+            # Not only what that returned: the lease of a batch may have been refused, since the holder was fenced.
+            ready = await self._seams.store.ready(self._standing.policy, self._gradient.step)
+            keys = [key for key, _ in ready if key in self._gradient.ever_leased]
             return keys, await self._seams.store.current_seal(self._standing.policy, self._gradient.step)
 
         self._process.store_work(f"release {dead_holder}", release(), self._released)

@@ -160,11 +160,12 @@ def test_metrics_are_those_of_the_plain_formulas(name: str) -> None:
     for n in range(200):
         pi, mu = pi_N[n].item(), terms.rollout_logprobs_N[n].item()
         old = pi if terms.old_logprobs_N is None else terms.old_logprobs_N[n].item()
-        expected = {"logprob": pi, "logprob_gap": abs(pi - mu), "mismatch_kl": k3(pi - mu)}
+        expected = {"logprob": pi, "logprob_gap": abs(old - mu), "mismatch_kl": k3(old - mu)}
         if is_corrected:
             expected["importance_weight"] = importance_weight(old, mu, config)
             expected["importance_truncated"] = float(old - mu > math.log(config.correction_cap))
         if has_old:
+            expected["approx_kl"] = k3(pi - old)
             expected["clipped"] = float(is_clipped(terms.advantages_N[n].item(), math.exp(pi - old), config))
         if terms.reference_logprobs_N is not None:
             expected["reference_kl"] = k3(terms.reference_logprobs_N[n].item() - pi)

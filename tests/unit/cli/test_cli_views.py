@@ -133,6 +133,15 @@ def test_curve_of_rewards_when_the_workflow_reports_no_success(capsys: pytest.Ca
     assert "mean reward per step" in capsys.readouterr().out
 
 
+def test_curve_after_a_resume_has_the_numbers_of_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    view = PlainView()
+    for number in range(30, 34):
+        view.on_step(replace(step(0.5), step=number, num_steps=60))
+    view.on_end(SUMMARY)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[lines.index("team success per step") + 10] == "        31 step 34"
+
+
 def test_a_reader_that_goes_away_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Closed(io.StringIO):
         num_writes = 0

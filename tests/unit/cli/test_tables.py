@@ -1,6 +1,7 @@
 """The tables of `flexmarl inspect`: what is in them, what is left out, and how wide they are."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,13 @@ from flexmarl.api.inspect_records import (
     SealFacts,
     StepDetail,
     StepFacts,
+    TrajectoryFacts,
+    TurnFacts,
     VersionFacts,
 )
 from flexmarl.cli.tables import MAX_ROWS, report_lines
-from flexmarl.core.ids import HolderId, PolicyName
+from flexmarl.core.ids import AgentName, HolderId, PolicyName, SampleKey, TrajectoryKey
+from flexmarl.core.records import FinishReason
 from flexmarl.store.lifecycle import LeaseStatus, RowStatus
 
 pytestmark = pytest.mark.unit
@@ -151,4 +155,34 @@ def test_a_run_that_has_dispatched_nothing_has_empty_tables() -> None:
         detail=None,
         trajectory=None,
     )
-    assert report_lines(empty)[0] == "run a in /runs/a: not live, version 0; store format 2, 0.0 MB"
+    assert report_lines(empty) == [
+        "run a in /runs/a: not live, version 0; store format 2, 0.0 MB",
+        "",
+        "versions: none",
+        "",
+        "steps: none",
+    ]
+
+
+def test_a_trajectory_without_a_turn_says_none_and_columns_of_turns_are_token_counts() -> None:
+    facts = TurnFacts(
+        key=SampleKey(1, 17, 0, AgentName("writer"), 0, 2),
+        attempt=0,
+        policy=WRITER,
+        status=RowStatus.READY,
+        reason=None,
+        num_prompt_tokens=11,
+        num_response_tokens=5,
+        finish_reason=FinishReason.STOP,
+        policy_version=1,
+        weights_version=1,
+        reward=0.5,
+        advantage=1.5,
+        columns={"weight": 3.0},
+    )
+    trajectory = TrajectoryFacts(key=TrajectoryKey(1, 17, 0), attempts=(), turns=(facts,))
+    lines = report_lines(replace(report(2), trajectory=trajectory))
+    assert "attempts of s1/q17/t0: none" in lines
+    headings, row = table(lines, "turns of s1/q17/t0")
+    assert headings[4:9] == ["reason", "prompt_tokens", "response_tokens", "finish", "version"]
+    assert row == ["writer/b0/n2", "0", "writer", "ready", "11", "5", "stop", "1", "0.5", "1.5", "weight=3.0"]

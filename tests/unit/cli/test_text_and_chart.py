@@ -105,6 +105,15 @@ def test_learning_curve_by_hand() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("first_step", "num_steps", "axis"),
+    [(31, 1, "31 step 31"), (31, 4, "31 step 34"), (99, 12, "99  step 110"), (100, 200, f"100{'step 299':>57}")],
+)
+def test_learning_curve_labels_the_steps_of_a_resumed_run(first_step: int, num_steps: int, axis: str) -> None:
+    lines = learning_curve([1.0] * num_steps, title="t", first_step=first_step)
+    assert lines[-1] == f"        {axis}"
+
+
 def test_learning_curve_averages_what_does_not_fit() -> None:
     lines = learning_curve([0, 1, 2, 3, 4, 5, 6, float("nan")], title="t", width=2, height=1)
     # Columns are the means 1.5 and 5.0: 2.4 and 8 eighths.

@@ -265,6 +265,13 @@ def test_a_batch_statistic_waits_for_the_whole_step() -> None:
     assert lab.num_all_closed == 1
 
 
+def test_a_batch_of_equal_advantages_teaches_nothing() -> None:
+    """What is masked stays in its group's mean, so that the advantages left can all be one number."""
+    lab = Lab(advantage_scale="batch_std", truncated="mask")
+    lab.end(*(ended(0, n, [row("writer", 0, n, is_cut=n == 0)], float(n > 0)) for n in range(2)))
+    assert advantages(lab) == [0.0]
+
+
 def test_a_column_weighs_the_advantage() -> None:
     lab = Lab(weight_column="trust")
     for n in range(2):

@@ -1,7 +1,7 @@
 """Episode workers: the one with the least to do gets the next attempt, and deaths are counted between successes."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -22,6 +22,8 @@ ENDED = TrajectoryEnded(
 
 
 class FakeHandle:
+    pid = None
+
     def __init__(self, worker_id: WorkerId, on_fact: Callable[[WorkerId, object], None]) -> None:
         self.worker_id = worker_id
         self._on_fact = on_fact
@@ -82,18 +84,23 @@ class Lab:
         return self.started[-1]
 
 
-def test_the_worker_that_was_given_the_fewest_attempts_gets_the_next() -> None:
+def test_the_worker_that_runs_the_fewest_attempts_gets_the_next() -> None:
     lab = Lab(3)
     assert lab.workers.choose() is None
     for handle in lab.started[1:]:
         handle.say(WorkerReady(pid=1))
     given = []
     for _ in range(5):
-        handle = lab.workers.choose()
-        assert handle is not None
-        lab.workers.count_given(handle)
-        given.append(handle.worker_id)
+        chosen = lab.workers.choose()
+        assert chosen is not None
+        lab.workers.began(chosen)
+        given.append(chosen.worker_id)
     assert given == ["episodes-1.0", "episodes-2.0", "episodes-1.0", "episodes-2.0", "episodes-1.0"]
+    for _ in range(2):
+        lab.workers.ended(cast(WorkerHandle, lab.started[1]))
+    chosen = lab.workers.choose()
+    assert chosen is not None
+    assert chosen.worker_id == "episodes-1.0"
 
 
 def test_a_dead_worker_is_told_and_started_again_under_another_name() -> None:

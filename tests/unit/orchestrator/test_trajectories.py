@@ -166,6 +166,7 @@ class Lab:
         self.inbox = FakeInbox()
         self.events = RecordingSink()
         self.worker: FakeWorker | None = FakeWorker()
+        self.num_running = 0
         self.ended: list[EndedTrajectory] = []
         self.pool = TrajectoryPool(
             TrajectorySet(
@@ -184,22 +185,17 @@ class Lab:
             workflow=WorkflowConfig(path="x:y", timeout_s=60.0, max_attempts=3),
             rollout=rollout or RolloutConfig(),
             manager=cast(RolloutManager, self.manager),
-            workers=self,
+            workers=FakeWorkers(self),
             inbox=cast(Any, self.inbox),
             events=self.events,
             on_ended=self.ended.append,
             on_room=self.admit,
         )
-        self.admit()
+        self.pool.open()
 
     def admit(self) -> None:
         self.pool.admit(Counter())
 
-    def choose(self) -> WorkerHandle | None:
-        return cast(WorkerHandle | None, self.worker)
-
-    def count_given(self, handle: WorkerHandle) -> None:
-        pass
 
     @property
     def started(self) -> list[tuple[int, int, int]]:
@@ -243,6 +239,22 @@ class Lab:
 
     def ends(self) -> list[tuple[int, str]]:
         return [(each.key.trajectory, each.failure.kind if each.failure else "outcome") for each in self.ended]
+
+
+class FakeWorkers:
+    """Chooses the one worker of a lab, and counts what runs on it."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
+
+    def choose(self) -> WorkerHandle | None:
+        return cast(WorkerHandle | None, self._lab.worker)
+
+    def began(self, handle: WorkerHandle) -> None:
+        self._lab.num_running += 1
+
+    def ended(self, handle: WorkerHandle) -> None:
+        self._lab.num_running -= 1
 
 
 A, B = TrajectoryKey(7, 0, 0), TrajectoryKey(7, 0, 1)
@@ -408,6 +420,7 @@ def test_bounds_hold_and_the_next_starts_when_one_ends() -> None:
         lab.sink.finish()
     assert seen == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert lab.pool.is_done
+    assert lab.num_running == 0
 
 
 def test_cancel_stops_everything_and_reports_nothing() -> None:
@@ -419,6 +432,7 @@ def test_cancel_stops_everything_and_reports_nothing() -> None:
     lab.sink.finish()
     assert lab.ended == []
     assert lab.manager.open == {}
+    assert lab.num_running == 0
     assert all(timer.is_cancelled for timer in lab.inbox.timers)
     assert lab.worker is not None
     assert {message.key for message in lab.worker.of(CancelTrajectory)} >= {A}
@@ -536,3 +550,26 @@ def test_added_trajectories_run_too() -> None:
     lab.outcome(B)
     lab.sink.finish()
     assert lab.ends() == [(0, "outcome"), (1, "outcome")]
+
+
+def test_nothing_starts_before_the_set_is_durable() -> None:
+    lab = Lab([A])
+    lab.sink.finish()
+    other = TrajectoryPool(
+        TrajectorySet(purpose=Purpose.TRAIN, min_version=7, max_version=7, queries={0: {}}, keys=(B,)),
+        lab.sink,
+        seed=11,
+        agents={AGENT: POLICY},
+        workflow=WorkflowConfig(path="x:y"),
+        rollout=RolloutConfig(),
+        manager=cast(RolloutManager, lab.manager),
+        workers=FakeWorkers(lab),
+        inbox=cast(Any, lab.inbox),
+        events=lab.events,
+        on_ended=lab.ended.append,
+        on_room=lambda: other.admit(Counter()),
+    )
+    other.admit(Counter())  # room arises for whatever reason
+    assert lab.sink.pending == []
+    other.open()
+    assert lab.sink.finish() == ["begin s7/q0/t1"]

@@ -137,10 +137,6 @@ def test_g10_a_declaration_that_no_table_can_have_is_refused(declared: PolicyCol
             dataclasses.replace(COLUMNS[RED], scalars={**COLUMNS[RED].scalars, "level": "float"}),
             r"column 'level' of policy 'red' is int \(required\) in this store, and float \(required\)",
         ),
-        (
-            dataclasses.replace(COLUMNS[RED], required=frozenset({"level", OLD})),
-            r"column 'old_logprobs' of policy 'red' is a token column in this store, and a token column \(required\)",
-        ),
     ],
 )
 def test_g10_a_store_is_not_opened_with_other_columns(tmp_path: Path, declared: PolicyColumns, message: str) -> None:
@@ -148,6 +144,23 @@ def test_g10_a_store_is_not_opened_with_other_columns(tmp_path: Path, declared: 
     with pytest.raises(StoreError, match=rf"{message}.*: use another run\.dir, or the columns of before"):
         opened(tmp_path, {RED: declared})
     run(opened(tmp_path).close())
+
+
+def test_g10_what_rows_in_flight_need_cannot_change_but_later_rows_can_need_more(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    run(store.open_step(dispatch()))
+    put_trajectory(store, [SOLVER, CHECKER])
+    more = {RED: dataclasses.replace(COLUMNS[RED], required=frozenset({"level", OLD}))}
+    with pytest.raises(StoreError) as caught:
+        run(store.declare(more))
+    for part in ("'old_logprobs' of policy 'red', which algorithm.num_epochs", "rows in flight", "replay=false"):
+        assert part in str(caught.value)
+    run(store.rewind(0))
+    run(store.declare(more))
+    run(store.close())
+    with pytest.raises(StoreError, match="another"):
+        opened(tmp_path, {RED: PolicyColumns()})
+    run(opened(tmp_path, more).close())
 
 
 def test_a_store_that_is_opened_without_a_declaration_keeps_its_columns(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from trainer_lab import Lab, Result, is_the_same, run, wait
 
 from flexmarl.config import AlgorithmConfig
-from flexmarl.core.errors import InvariantError
+from flexmarl.core.errors import FencedError, InvariantError
 from flexmarl.core.events import MicroBatchLeased
 from flexmarl.core.ids import PolicyName, SampleKey
 from flexmarl.core.messages import GradientAccumulated
@@ -110,3 +110,24 @@ def test_g1_tapering_changes_no_bit(num_open: int) -> None:
             lab.engine.set_open_groups(num_open)
 
     is_the_same(run(on_emit, micro_batch_tokens=10), run(micro_batch_tokens=10))
+
+
+@pytest.mark.parametrize("operation", ["lease", "acknowledge", "seal"])
+def test_g7_a_process_group_that_the_store_has_fenced_is_replaced(operation: str) -> None:
+    """A store that lends to others may take a live holder for dead: the step waits for nobody and loses nothing."""
+
+    async def main(runtime: SimulatedRuntime) -> Result:
+        store = await SqliteStore.open(None, runtime.call)
+        call = getattr(store, operation)
+        has_struck = [False]
+
+        async def fenced_once(*args: Any, **options: Any) -> Any:
+            if not has_struck[0]:
+                has_struck[0] = True
+                raise FencedError("taken for dead")
+            return await call(*args, **options)
+
+        setattr(store, operation, fenced_once)
+        return await Lab(runtime, ["p0"], lambda record, lab: None).run(2, store=store)
+
+    is_the_same(run_virtual(main), run())

@@ -24,11 +24,13 @@ def test_samples_are_counted_by_agent() -> None:
         "agent.a.reward_sum": -1.0,
         "agent.a.staleness_sum": 4.0,
         "agent.a.staleness_max": 3.0,
+        "agent.a.multi_version_sum": 0.0,
         "agent.b-2.trained_tokens_sum": 1.0,
         "agent.b-2.trained_samples_sum": 1.0,
         "agent.b-2.reward_sum": 1.0,
         "agent.b-2.staleness_sum": 0.0,
         "agent.b-2.staleness_max": 0.0,
+        "agent.b-2.multi_version_sum": 0.0,
     }
 
 
@@ -67,6 +69,21 @@ def test_updates_of_one_step_are_averaged() -> None:
     ]
     found = step_metrics(combine_metrics(*updates)).policy
     assert found == {"grad_norm": 2.5, "learning_rate": 0.375, "num_updates": 2.0}
+
+
+def test_counts_are_reported_as_whole_numbers() -> None:
+    combined = combine_metrics(sample_metrics([make_sample(0, agent="a", response=[1, 2])], 3), {"num_updates_sum": 1.0})
+    found = step_metrics(combined)
+    for reported in (found.policy, found.agents[A]):
+        kinds = {name: type(value) for name, value in reported.items() if name != "num_updates"}
+        assert kinds == {
+            "trained_tokens": int,
+            "trained_samples": int,
+            "staleness_max": int,
+            "staleness_mean": float,
+            "reward_mean": float,
+        }
+    assert type(found.policy["num_updates"]) is int
 
 
 def test_a_name_that_cannot_be_combined_is_refused() -> None:

@@ -1,5 +1,6 @@
 """The task `chain_sum`: disjoint and deterministic splits, and a verifier that is right on hand-worked cases."""
 
+import subprocess
 import sys
 from itertools import combinations
 from typing import Any
@@ -97,6 +98,18 @@ def test_verifier_on_hand_worked_cases(answer_text: str, expected: bool) -> None
 def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         chain_sum.load_queries(seed=0, **arguments)
+
+
+@pytest.mark.parametrize(("module", "is_loaded"), [("flexmarl.workflow.teams.relay", True), ("flexmarl.workflow", False)])
+def test_g10_the_verifier_is_imported_with_the_team_and_not_in_the_event_loop(module: str, is_loaded: bool) -> None:
+    program = f"import sys, {module}; print('reasoning_gym' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"{is_loaded}\n"
+
+
+def test_a_missing_package_is_not_an_error_of_the_import() -> None:
+    program = "import sys; sys.modules['reasoning_gym'] = None; import flexmarl.workflow.teams.relay"
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
 
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,10 +179,17 @@ class Inbox(Protocol):
         """Queue a fact; `handler` runs when its turn comes."""
         ...
 
-    def start(self, name: str, work: Coroutine[Any, Any, T], then: Callable[[T], None]) -> None:
+    def start(
+        self,
+        name: str,
+        work: Coroutine[Any, Any, T],
+        then: Callable[[T], None],
+        on_fenced: Callable[[], None] | None = None,
+    ) -> None:
         """Run `work`; its end is a WorkDone fact whose handler is `then(result)`.
 
-        FencedError is logged and dropped: whoever it was about has been replaced. Any other error ends the run.
+        After a FencedError it is `on_fenced()`: without one it is dropped, since whoever it was about has mostly been
+        replaced. Any other error ends the run.
         """
         ...
 

@@ -100,6 +100,13 @@ class ExperienceStore(Protocol):
     Repeating a call with the same key, attempt and content changes nothing; other content raises InvariantError.
     """
 
+    async def declare(self, columns: Mapping[PolicyName, PolicyColumns]) -> None:
+        """Take the data columns of each policy's table; what rows in flight need cannot change.
+
+        Raises StoreError when a table has other user columns, or rows in flight with other requirements.
+        """
+        ...
+
     async def open_step(self, dispatch: DispatchRecord) -> None:
         """Record the content of a step before its first request."""
         ...

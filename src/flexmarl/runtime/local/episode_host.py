@@ -91,11 +91,11 @@ async def _serve(
     loop = asyncio.get_running_loop()
     blocked_loop_s = float(spec.options.get("blocked_loop_s", _DEFAULT_BLOCKED_LOOP_S))
     watchdog = LoopWatchdog(threading.get_ident(), loop, blocked_loop_s, context.send)
-    watchdog.start()
     service: AsyncService | None = None
     reason = None
     try:
         service = build_service(spec, context)
+        watchdog.start()  # not earlier: modules that take long to import hold up nothing yet
         context.send(WorkerReady(pid=os.getpid()))
         host = EpisodeHost(service, loop)
         channel.open(host)

@@ -45,9 +45,10 @@ class LoopWatchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """End; called on the loop."""
+        """End; called on the loop, also when it was never started."""
         self._stopped.set()
-        self._thread.join()  # it waits for nothing else
+        if self._thread.is_alive():
+            self._thread.join()  # it waits for nothing else
 
     def _tick(self) -> None:
         if not self._stopped.is_set():

@@ -5,6 +5,7 @@ Invariants:
     * Equal arguments give equal queries in equal order, on every machine.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -88,10 +89,15 @@ def _all_queries(num_terms: int, num_digits: int) -> tuple[dict[str, Any], ...]:
 
 
 def _reasoning_gym() -> ModuleType:
-    """Return the package reasoning_gym, imported on first use because that takes more than a second."""
+    """Return the package reasoning_gym."""
     try:
         return importlib.import_module("reasoning_gym")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"task chain_sum needs reasoning_gym ({error}); install the extra: pip install 'flexmarl[tasks]'"
         ) from error
+
+
+# Imported here, which takes more than a second, and not on first use: that is in the event loop of the workflows.
+with contextlib.suppress(ConfigError):  # where the package is missing, its users are told
+    _reasoning_gym()
