@@ -3,7 +3,7 @@
 What this face exports is plain Python. `losses.py` needs torch and is imported by name, by training backends only.
 """
 
-from flexmarl.algorithms.columns import has_several_updates, kl_penalty, required_columns, token_columns
+from flexmarl.algorithms.columns import kl_penalty, required_columns, token_columns
 from flexmarl.algorithms.corrections import (
     check_columns,
     importance_weight,
@@ -39,7 +39,6 @@ __all__ = [
     "count_denominators",
     "denominator",
     "group_advantages",
-    "has_several_updates",
     "has_signal",
     "kl_penalty",
     "required_columns",

@@ -7,15 +7,10 @@ from flexmarl.config import AlgorithmConfig
 from flexmarl.core.records import TokenColumn
 
 
-def has_several_updates(config: AlgorithmConfig) -> bool:
-    """Return whether a step makes more than one optimizer update, so that it trains within its commit."""
-    return config.num_epochs * config.num_minibatches > 1
-
-
 def token_columns(config: AlgorithmConfig) -> tuple[TokenColumn, ...]:
     """Return the columns that must be scored before a sample of the policy may train."""
     columns = []
-    if has_several_updates(config):
+    if config.num_updates > 1:
         columns.append(TokenColumn.OLD_LOGPROBS)
     if config.kl_coef > 0:
         columns.append(TokenColumn.REFERENCE_LOGPROBS)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import assert_never
 
-from flexmarl.algorithms.columns import has_several_updates
 from flexmarl.config import AlgorithmConfig
 
 
@@ -59,7 +58,7 @@ def unclosable(mode: str, config: AlgorithmConfig) -> list[str]:
     In `strict` and `bounded_async` mode a policy that makes one update per step starts when its first group closes.
     In the other modes, and with several updates, gradient work starts when the step has been generated.
     """
-    if mode not in ("strict", "bounded_async") or has_several_updates(config):
+    if mode not in ("strict", "bounded_async") or config.num_updates > 1:
         return []
     return [
         f"{statistic.option} with pipeline.mode={mode}: {statistic.name} is over all samples of the policy's step, but "

@@ -87,8 +87,8 @@ async def resumed_state(
     baseline = _read_baseline(folder)
     if baseline is not None and baseline.data_digest != data_digest(inputs.train_queries):
         raise ConfigError(
-            f"{folder.path}: the run began with other training data (digest {baseline.data_digest}): resume it with the "
-            "data that it was started with"
+            f"{folder.path}: the run began with other training data (digest {baseline.data_digest}): resume it with "
+            "the data that it was started with"
         )
     last = await store.last_commit()
     committed = 0 if last is None else last.policy_version

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from flexmarl.algorithms import has_several_updates
 from flexmarl.algorithms.scopes import StatisticScope, statistics
 from flexmarl.api.build import CheckedInputs, check_inputs
 from flexmarl.api.workers import resolved_algorithm
@@ -82,7 +81,7 @@ def _pipeline(config: RootConfig) -> str:
 def _loss(config: RootConfig, policy: str) -> str:
     algorithm = resolved_algorithm(config, policy)
     parts = [f"truncated turns are {'masked' if algorithm.truncated == 'mask' else 'trained'}"]
-    if has_several_updates(algorithm):
+    if algorithm.num_updates > 1:
         parts.append(f"{algorithm.num_epochs} epochs of {algorithm.num_minibatches} updates within the commit")
     else:
         parts.append("one update per step")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flexmarl.algorithms import has_several_updates
 from flexmarl.config import AlgorithmConfig, RootConfig
 from flexmarl.core.ids import AgentName, PolicyName, WorkerId
 from flexmarl.core.protocols import ServiceKind, Tokenizer, WorkerContext, WorkerSpec
@@ -82,7 +81,7 @@ def resolved_algorithm(config: RootConfig, policy: str) -> AlgorithmConfig:
     if algorithm.correction is not None:
         return algorithm
     is_on_policy = config.pipeline.mode in ("serial", "strict")
-    correction = "decoupled_ppo" if has_several_updates(algorithm) else "truncated_is"
+    correction = "decoupled_ppo" if algorithm.num_updates > 1 else "truncated_is"
     return algorithm.model_copy(update={"correction": "none" if is_on_policy else correction})
 
 

@@ -137,7 +137,7 @@ class RootConfig(FrozenConfig):
         mode = self.pipeline.mode
         for name in self.policies:
             algorithm = self.algorithm_of(name)
-            num_updates = algorithm.num_epochs * algorithm.num_minibatches
+            num_updates = algorithm.num_updates
             updates = f"algorithm.num_epochs={algorithm.num_epochs}, num_minibatches={algorithm.num_minibatches}"
             if mode == "strict" and num_updates > 1:
                 raise ValueError(

@@ -87,6 +87,11 @@ class AlgorithmConfig(FrozenConfig):
     weight_column: str | None = None
     """A number column of `store.columns` that multiplies the advantage of each turn."""
 
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates of a step with enough samples; with more than one it trains within its commit."""
+        return self.num_epochs * self.num_minibatches
+
 
 class OptimizerConfig(FrozenConfig):
     """AdamW and its schedule."""

@@ -135,6 +135,10 @@ class OutcomeRecord:
     """Of turns in `turns`; a turn without user columns is left out."""
 
 
+NOT_IN_OUTCOME = "not_in_outcome"
+"""Why a row is masked whose turn finished, though its workflow had given up waiting for it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryFailure:
     """An attempt that ended without an outcome. A failure is data, never a silent zero reward."""

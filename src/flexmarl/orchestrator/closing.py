@@ -26,12 +26,17 @@ from flexmarl.config import AlgorithmConfig
 from flexmarl.core.events import GroupClosed, SamplesMasked
 from flexmarl.core.ids import AgentName, PolicyName, SampleKey
 from flexmarl.core.protocols import AdvantageValue, EventSink, ExperienceStore, Inbox, StoredStep
-from flexmarl.core.records import DispatchRecord, OutcomeRecord, StepExtension, TokenColumn, TokenValues, TurnRow
+from flexmarl.core.records import (
+    NOT_IN_OUTCOME,
+    DispatchRecord,
+    OutcomeRecord,
+    StepExtension,
+    TokenColumn,
+    TokenValues,
+    TurnRow,
+)
 from flexmarl.orchestrator.trajectory_set import EndedTrajectory
 from flexmarl.scheduling import ReadySample
-
-NOT_IN_OUTCOME = "not_in_outcome"
-"""Mask reason: the workflow cancelled the turn, so its outcome does not speak of it; the store masks it by itself."""
 
 
 class Scorer(Protocol):

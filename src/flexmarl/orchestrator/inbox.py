@@ -43,7 +43,7 @@ class OrderedInbox:
         then: Callable[[T], None],
         on_fenced: Callable[[], None] | None = None,
     ) -> None:
-        """Run `work`; its end is a WorkDone fact whose handler is `then(result)`, or `on_fenced` after a FencedError."""
+        """Run `work`; its end is a WorkDone fact whose handler is `then(result)`, after a FencedError `on_fenced`."""
         task = asyncio.get_running_loop().create_task(self._run(name, work, then, on_fenced or _nothing), name=name)
         self._work.add(task)
         task.add_done_callback(self._work.discard)

@@ -7,7 +7,7 @@ from flexmarl.scheduling.admission import admit_first_come
 from flexmarl.scheduling.allocation import PolicyDemand, SlotAction, SlotDecision, allocate_largest_backlog
 from flexmarl.scheduling.dispatch import InstanceLoad, dispatch_least_loaded
 from flexmarl.scheduling.micro_batches import ReadySample, cut_by_tokens, cut_in_order, cut_into_updates, taper_tokens
-from flexmarl.scheduling.phases import PipelineRule
+from flexmarl.scheduling.pipeline import PipelineRule
 
 __all__ = [
     "InstanceLoad",

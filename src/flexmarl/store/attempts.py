@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from flexmarl.core.errors import FencedError, InvariantError
 from flexmarl.core.ids import PolicyName, SampleKey, TrajectoryKey
 from flexmarl.core.protocols import StoredTrajectory
-from flexmarl.core.records import OutcomeRecord, TrajectoryFailure, TurnRow
+from flexmarl.core.records import NOT_IN_OUTCOME, OutcomeRecord, TrajectoryFailure, TurnRow
 from flexmarl.store.index import Index
 from flexmarl.store.packing import PackedTurn, body_counts, check_rewards, pack_turn, unpack_turn
 from flexmarl.store.schema import decode_record, encode_record
-
-NOT_IN_OUTCOME = "not_in_outcome"
-"""Why a row is masked whose turn finished, though its workflow had given up waiting for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

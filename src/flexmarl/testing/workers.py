@@ -201,7 +201,8 @@ def _torch_sum() -> str:
 
 
 def make_episode_service(context: WorkerContext, options: Mapping[str, Any]) -> "ScriptEpisodeService":
-    """Build a `ScriptEpisodeService`; option `start_error` fails it."""
+    """Build a `ScriptEpisodeService`; options `start_s` and `start_error` delay or fail it."""
+    time.sleep(options.get("start_s", 0.0))
     if "start_error" in options:
         raise ValueError(options["start_error"])
     return ScriptEpisodeService(context)

@@ -109,16 +109,15 @@ class UpdateSequence(ABC):
 
     # --- decisions and facts ------------------------------------------------------------------------------------------
 
-    def advance(self) -> bool:
+    def advance(self) -> None:
         """Add the next micro-batch, or update when all of an update's are added."""
         if not self.is_needed or self._is_recovering:
-            return False
+            return
         if self._num_added == self._ends[self._num_updates]:
             self._apply_update()
         else:
             self._is_started = True
             self._fetch(self._num_added, self._send)
-        return True
 
     def leave(self) -> bool:
         """Nothing is sealed: it is idle only before it begins and when it is done."""

@@ -115,19 +115,16 @@ class StreamedStep:
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
-    def advance(self) -> bool:
+    def advance(self) -> None:
         """Seal when it is time, else train, else update."""
         if self._is_recovering:
-            return False
+            return
         if len(self._gradient.unsealed) >= self._seams.config.seal_every:
             self._seal()
         elif self._gradient.ready and self._may_train:
             self._lease_next()
         elif self.is_needed:
             self._apply_update()
-        else:
-            return False
-        return True
 
     def leave(self) -> bool:
         """Seal first what is not sealed."""

@@ -136,7 +136,7 @@ class Trainer:
         self._is_closing = True
 
     def _new_step(self, step: int, *, may_train: bool) -> StepWork:
-        if self._algorithm.num_epochs * self._algorithm.num_minibatches > 1:
+        if self._algorithm.num_updates > 1:
             return PassesStep(self._process, self._standing, self._seams, self._algorithm, step=step)
         return StreamedStep(self._process, self._standing, self._seams, step=step, may_train=may_train)
 

@@ -55,8 +55,8 @@ class Work(Protocol):
         """Gradient cache that the next incarnation continues from."""
         ...
 
-    def advance(self) -> bool:
-        """Begin the next command or store operation; return False when there is none."""
+    def advance(self) -> None:
+        """Begin the next command or store operation, if there is one."""
         ...
 
     def take(self, fact: GradientFact) -> None:

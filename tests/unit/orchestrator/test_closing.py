@@ -12,6 +12,7 @@ from flexmarl.core.events import GroupClosed, SamplesMasked
 from flexmarl.core.ids import AgentName, PolicyName, SampleKey, TrajectoryKey
 from flexmarl.core.protocols import AdvantageValue, StoredStep
 from flexmarl.core.records import (
+    NOT_IN_OUTCOME,
     DispatchRecord,
     FinishReason,
     OutcomeRecord,
@@ -23,7 +24,7 @@ from flexmarl.core.records import (
     TurnRow,
     VersionSpan,
 )
-from flexmarl.orchestrator.closing import NOT_IN_OUTCOME, ClosingSeams, StepCloser
+from flexmarl.orchestrator.closing import ClosingSeams, StepCloser
 from flexmarl.orchestrator.trajectory_set import EndedTrajectory
 from flexmarl.scheduling import ReadySample
 from flexmarl.testing.events import RecordingSink

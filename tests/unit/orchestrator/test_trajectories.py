@@ -196,7 +196,6 @@ class Lab:
     def admit(self) -> None:
         self.pool.admit(Counter())
 
-
     @property
     def started(self) -> list[tuple[int, int, int]]:
         """Query, trajectory and attempt of each start that reached the present worker."""

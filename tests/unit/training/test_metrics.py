@@ -72,18 +72,13 @@ def test_updates_of_one_step_are_averaged() -> None:
 
 
 def test_counts_are_reported_as_whole_numbers() -> None:
-    combined = combine_metrics(sample_metrics([make_sample(0, agent="a", response=[1, 2])], 3), {"num_updates_sum": 1.0})
+    combined = combine_metrics(
+        sample_metrics([make_sample(0, agent="a", response=[1, 2])], 3), {"num_updates_sum": 1.0}
+    )
     found = step_metrics(combined)
-    for reported in (found.policy, found.agents[A]):
-        kinds = {name: type(value) for name, value in reported.items() if name != "num_updates"}
-        assert kinds == {
-            "trained_tokens": int,
-            "trained_samples": int,
-            "staleness_max": int,
-            "staleness_mean": float,
-            "reward_mean": float,
-        }
-    assert type(found.policy["num_updates"]) is int
+    counts = {"trained_tokens", "trained_samples", "staleness_max"}
+    assert {name for name, value in found.agents[A].items() if isinstance(value, int)} == counts
+    assert {name for name, value in found.policy.items() if isinstance(value, int)} == {*counts, "num_updates"}
 
 
 def test_a_name_that_cannot_be_combined_is_refused() -> None:

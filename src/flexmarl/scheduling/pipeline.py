@@ -4,13 +4,16 @@ Step k trains the weights of version k and makes version k + 1. Rollouts of step
 """
 
 from dataclasses import dataclass
+from typing import Literal
+
+PipelineMode = Literal["serial", "strict", "one_step_off", "bounded_async"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRule:
     """A pipeline mode with its bound."""
 
-    mode: str
+    mode: PipelineMode
     max_staleness: int | None = None
     """Of mode bounded_async."""
 
