@@ -4,6 +4,7 @@ Under virtual time, over the real store. The nightly profile tries each event; o
 """
 
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 
 from flexmarl.api import TrainResult, train
 from flexmarl.config import parse_config
-from flexmarl.core.errors import ConfigError, WorkflowError
+from flexmarl.core.errors import ConfigError, FlexMARLError, StoreError, WorkflowError
 from flexmarl.core.events import AttemptDiverged, StepCommitted, StepRestored
 from flexmarl.core.messages import Generated, Scored, WorkDone
 from flexmarl.orchestrator.checkpoint import list_checkpoints
+from flexmarl.store import SqliteStore
 from flexmarl.telemetry import EventLog, read_events, read_metrics
 from flexmarl.testing.runs import trained_steps
 from flexmarl.workflow import Episode, Outcome
@@ -213,6 +215,7 @@ def test_g10_other_options_than_those_of_the_stored_rows_are_refused(
     [
         ("run.seed=9", "run.seed: 0 -> 9"),
         ("pipeline.queries_per_step=1", "pipeline.queries_per_step: 2 -> 1"),
+        ("data.seed=4", "data.seed: 0 -> 4"),
         ("data.options={word: other}", "began with other training data"),
     ],
 )
@@ -225,6 +228,85 @@ def test_g10_what_decides_the_queries_cannot_change_without_a_checkpoint_either(
         run(folder, override, resume=True)
     assert message in str(caught.value)
     run(folder, resume=True)
+
+
+def test_a_checkpoint_that_is_newer_than_the_store_is_gone_on_from(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, "pipeline.num_steps=1", "checkpoint.every=1")
+    shutil.copytree(folder / "store", tmp_path / "older")
+    run(folder, "pipeline.num_steps=2", resume=True)
+    shutil.rmtree(folder / "store")
+    shutil.move(tmp_path / "older", folder / "store")
+    run(folder, resume=True)
+    run(tmp_path / "whole")
+    whole = trained_steps(tmp_path / "whole")
+    assert trained_steps(folder) == {step: whole[step] for step in (0, 2)}
+
+
+def test_replay_false_counts_for_one_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    break_at(monkeypatch, 60, folder)
+    run(folder, "checkpoint.replay=false", "pipeline.num_steps=1", resume=True)
+    assert "replay: true" in (folder / "config.yaml").read_text()
+
+
+def test_a_resume_that_cannot_open_its_engines_leaves_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    run(folder, "pipeline.num_steps=2")
+    with pytest.raises(FlexMARLError):
+        run(folder, "training.backend.num_parameters=7", resume=True)
+    run(folder, resume=True)
+    run(tmp_path / "whole")
+    assert trained_steps(folder) == trained_steps(tmp_path / "whole")
+
+
+def test_g10_the_store_of_a_run_cannot_change(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, "pipeline.num_steps=1")
+    with pytest.raises(ConfigError, match="store.kind: sqlite -> memory"):
+        run(folder, "store.kind=memory", resume=True)
+
+
+def test_g10_stored_rows_without_a_baseline_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    break_at(monkeypatch, 60, folder)
+    (folder / "baseline.json").unlink()
+    with pytest.raises(StoreError, match=r"baseline.json is missing.*checkpoint.replay=false"):
+        run(folder, resume=True)
+    run(folder, "checkpoint.replay=false", resume=True)
+
+
+async def no_store(folder: Path, call: Any) -> None:
+    """A factory that is wrong."""
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("no_store", "returned None, expected an ExperienceStore"),
+        ("load_queries", "it must be an async function of .folder, call."),
+        ("absent", "expected module:function"),
+    ],
+)
+def test_g10_a_wrong_store_factory_is_named(tmp_path: Path, factory: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path / "run", "store.kind=plugin", f"store.factory={__name__}:{factory}")
+
+
+async def plain_store(folder: Path, call: Any) -> SqliteStore:
+    """The built-in store, as a plug-in."""
+    return await SqliteStore.open(folder, call)
+
+
+def test_a_store_as_a_plug_in_is_resumed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = ["store.kind=plugin", f"store.factory={__name__}:plain_store"]
+    folder = tmp_path / "run"
+    break_at(monkeypatch, 90, folder, *plugin)
+    run(folder, *plugin, resume=True)
+    run(tmp_path / "whole")
+    assert trained_steps(folder) == trained_steps(tmp_path / "whole")
 
 
 IS_MENDED = [False]

@@ -148,6 +148,7 @@ async def build_parts(
     first_step: int,
     store: ExperienceStore,
     listener: ProgressListener,
+    on_opened: Callable[[], None],
     on_baseline: Callable[[RunResult], None],
 ) -> RunParts:
     """Put together what the orchestrator runs on."""
@@ -179,6 +180,7 @@ async def build_parts(
         held_out_queries=inputs.held_out_queries,
         run_dir=folder.path,
         on_trajectory=_trajectory_writer(inputs, folder.trajectories_path),
+        on_opened=on_opened,
         on_baseline=on_baseline,
     )
 

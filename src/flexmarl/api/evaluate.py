@@ -68,6 +68,7 @@ async def _evaluate(
             first_step=0,
             store=store,
             listener=listener or SilentListener(),
+            on_opened=lambda: None,
             on_baseline=lambda _: None,
         )
         orchestrator = Orchestrator(parts, loaded or first_state(config), is_evaluation_only=True)

@@ -222,7 +222,9 @@ def _trajectory(
     added = sum(each.num_trajectories for each in shown.extensions if each.query == query)
     last = shown.dispatch.num_trajectories + added - 1
     if not 0 <= trajectory <= last:
-        raise ConfigError(f"--trajectory {trajectory}: of query {query} in step {step} the trajectories are 0 to {last}")
+        raise ConfigError(
+            f"--trajectory {trajectory}: of query {query} in step {step} the trajectories are 0 to {last}"
+        )
     key = TrajectoryKey(step, query, trajectory)
     found = view.trajectory(key)
     turns = [turn for attempt in found.attempts for turn in attempt.turns if policy in (None, turn.policy)]

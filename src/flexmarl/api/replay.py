@@ -149,8 +149,8 @@ def _plan(folder: Path, view: StoreView, first_step: int | None, last_version: i
     first = next((version for version in starts if version >= oldest), None)
     if first is None:
         raise StoreError(
-            f"{folder}: nothing is left to replay up to version {last}: no checkpoint below it has all later rows; those "
-            f"of step {oldest - 1} cannot be read: {why_not_older}"
+            f"{folder}: nothing is left to replay up to version {last}: no checkpoint below it has all later rows; "
+            f"those of step {oldest - 1} cannot be read: {why_not_older}"
         )
     if first_step is not None:
         start = max(version for version in starts if version <= first_step)

@@ -20,7 +20,7 @@ from flexmarl.training.state import PolicyState
 
 BASELINE_NAME = "baseline.json"
 CONFIG_NAME = "config.yaml"
-CURSOR_OPTIONS = ("run.seed", "pipeline.queries_per_step")
+CURSOR_OPTIONS = ("run.seed", "data.seed", "pipeline.queries_per_step")
 """Keys that can never change: with the data they decide which queries a step trains."""
 FIXED_OPTIONS = (
     "policies.",
@@ -84,6 +84,7 @@ async def resumed_state(
     state = await load_checkpoint(config, inputs, folder.checkpoints_path, runtime) or first_state(config)
     state = replace(state, is_resumed=True)
     _refuse_changes(config, folder, CURSOR_OPTIONS, "they decide which queries a step trains: give the old values")
+    _refuse_changes(config, folder, ("store.kind", "store.factory"), "the run's rows are there: give the old values")
     baseline = _read_baseline(folder)
     if baseline is not None and baseline.data_digest != data_digest(inputs.train_queries):
         raise ConfigError(
@@ -98,9 +99,20 @@ async def resumed_state(
     else:
         _tell_what_is_lost(state.policy_version, committed, folder, tell)
         await store.rewind(state.policy_version)
+    if baseline is None and state.policy_version == 0 and (state.commits or state.open_steps):
+        raise StoreError(
+            f"{folder.path / BASELINE_NAME} is missing, so nobody can tell whether the stored rows are of these "
+            "training data: restore it, or give checkpoint.replay=false to begin again"
+        )
     if baseline is None or (state.policy_version == 0 and not state.commits and not state.open_steps):
         return state
     return replace(state, digests_before=baseline.weights_digests, before=_evaluation_of(baseline))
+
+
+def kept_options(config: RootConfig, folder: RunFolder) -> RootConfig:
+    """Return what a resumed run writes as its configuration: `checkpoint.replay` counts for one resume only."""
+    replay = load_config(folder.path / CONFIG_NAME).checkpoint.replay
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"replay": replay})})
 
 
 async def _with_stored(
@@ -239,6 +251,11 @@ def _read_baseline(folder: RunFolder) -> Baseline | None:
 def _evaluation_of(baseline: Baseline) -> EvaluationResult | None:
     if not baseline.queries:
         return None
+    if len(baseline.queries) != len(baseline.sampled):
+        raise StoreError(
+            f"{BASELINE_NAME} is damaged: {len(baseline.sampled)} figures for {len(baseline.queries)} queries; "
+            "restore it"
+        )
     return EvaluationResult(
         policy_version=0,
         sampled=dict(zip(baseline.queries, baseline.sampled, strict=True)),

@@ -6,7 +6,7 @@ from typing import Any
 
 from flexmarl.algorithms import required_columns
 from flexmarl.config import RootConfig
-from flexmarl.core.errors import ConfigError
+from flexmarl.core.errors import ConfigError, FlexMARLError
 from flexmarl.core.ids import PolicyName
 from flexmarl.core.protocols import ExperienceStore, PolicyColumns, Runtime
 from flexmarl.store import SqliteStore
@@ -30,9 +30,24 @@ async def open_store(config: RootConfig, folder: Path, runtime: Runtime) -> Expe
         StoreError: the files are in use, damaged, or of another format.
     """
     if config.store.kind == "plugin":
-        store: ExperienceStore = await _factory(config.store.factory or "")(folder, runtime.call)
-        return store
+        return await _from_plugin(config.store.factory or "", folder, runtime)
     return await SqliteStore.open(folder if config.store.kind == "sqlite" else None, runtime.call)
+
+
+async def _from_plugin(path: str, folder: Path, runtime: Runtime) -> ExperienceStore:
+    factory = _factory(path)
+    try:
+        store: ExperienceStore | None = await factory(folder, runtime.call)
+    except FlexMARLError:
+        raise
+    except Exception as error:  # user code: say which function it was
+        raise ConfigError(
+            f"store.factory={path} failed: {error!r}; it must be an async function of (folder, call) that returns a "
+            "store"
+        ) from error
+    if store is None or not hasattr(store, "open_step"):
+        raise ConfigError(f"store.factory={path} returned {store!r:.60}, expected an ExperienceStore")
+    return store
 
 
 def _factory(path: str) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flexmarl.api.build import CheckedInputs, build_parts, check_inputs, run_on
-from flexmarl.api.resume import first_state, resumed_state, write_baseline
+from flexmarl.api.resume import first_state, kept_options, resumed_state, write_baseline
 from flexmarl.api.stores import open_store, policy_columns
 from flexmarl.api.workers import model_folder, needs_model
 from flexmarl.config import RootConfig, resolved_yaml
@@ -84,8 +84,6 @@ async def _train(
         if resume:
             start = await resumed_state(config, inputs, folder, runtime, store, tell=listener.on_message)
         await store.declare(policy_columns(config))
-        if resume:  # only now: a resume that was refused must leave the run's own configuration
-            folder.write_config(resolved_yaml(config))
         parts = await build_parts(
             config,
             inputs,
@@ -94,6 +92,8 @@ async def _train(
             first_step=start.policy_version + len(start.commits),
             store=store,
             listener=listener,
+            # Only then: a resume that was refused must leave the run's own configuration.
+            on_opened=lambda: folder.write_config(resolved_yaml(kept_options(config, folder) if resume else config)),
             on_baseline=lambda result: write_baseline(folder, inputs, result),
         )
         orchestrator = Orchestrator(parts, start)

@@ -37,6 +37,8 @@ class RunParts:
     run_dir: Path
     on_trajectory: Callable[[EndedTrajectory], None]
     """Called with sampled trajectories of each step, for trajectories.jsonl."""
+    on_opened: Callable[[], None]
+    """Called when every policy is served: the configuration works."""
     on_baseline: Callable[["RunResult"], None]
     """Called before the first step of a new run: what its end will be compared with."""
 

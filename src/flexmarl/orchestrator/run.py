@@ -173,7 +173,11 @@ class Orchestrator:
         if self._phase is Phase.ENDED:
             return
         weights = published_weights(self._version, self.result.updates)
-        self._manager.publish(weights, self._boundary, may_have_requests=False)
+        self._manager.publish(weights, self._served, may_have_requests=False)
+
+    def _served(self) -> None:
+        self._parts.on_opened()
+        self._boundary()
 
     def _boundary(self) -> None:
         self._phase = Phase.BOUNDARY
@@ -203,7 +207,11 @@ class Orchestrator:
         if self.result.stopped_by:
             return
         self.result.stopped_by = signal
-        plan = "stopping before the first step" if self._phase is Phase.OPENING else "stopping after a checkpoint"
+        if self._phase is Phase.OPENING:
+            self.result.policy_version = self._oldest_version  # as much as is committed, trained again or not yet
+            plan = "stopping before the first step" if self._oldest_version == 0 else "stopping; stored steps stay"
+        else:
+            plan = "stopping after a checkpoint"
         self._parts.listener.on_message(f"{signal}: {plan}")
         match self._phase:
             case Phase.STEPPING:

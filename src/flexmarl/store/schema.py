@@ -65,7 +65,7 @@ def prepare_schema(connection: sqlite3.Connection, name: str) -> None:
     if not tables:
         version = (
             f"INSERT INTO meta VALUES ('format_version', {FORMAT_VERSION}), ('payload_synced_segment', 0), "
-            "('payload_synced_bytes', 0);"
+            "('payload_synced_bytes', 0), ('begins_at', 0);"
         )
         connection.executescript(f"BEGIN IMMEDIATE; {_TABLES} {version} COMMIT;")
         return

@@ -11,7 +11,7 @@ from flexmarl.store.attempts import trajectories
 from flexmarl.store.index import Index
 from flexmarl.store.lifecycle import BLOCKS_COMMIT, LeaseStatus, RowStatus
 from flexmarl.store.packing import PackedSample, unpack_values
-from flexmarl.store.schema import STEP_TABLES, decode_keys, decode_record, encode_record, write_meta
+from flexmarl.store.schema import STEP_TABLES, decode_keys, decode_record, encode_record, read_meta, write_meta
 
 
 def open_step(index: Index, dispatch: DispatchRecord) -> None:
@@ -115,7 +115,9 @@ def _check_version(connection: sqlite3.Connection, record: CommitRecord) -> None
     if record.policy_version != record.step + 1:
         raise InvariantError(f"commit of step {record.step} makes version {record.policy_version}, not one more")
     newest = connection.execute("SELECT max(policy_version) FROM commits").fetchone()[0]
-    if newest is not None and record.policy_version != newest + 1:
+    # A resume from a checkpoint that is newer than the store leaves a gap, once.
+    begins_at = read_meta(connection, "begins_at")
+    if newest is not None and record.policy_version != max(newest, begins_at) + 1:
         raise InvariantError(f"commit of version {record.policy_version}: the newest committed version is {newest}")
     if connection.execute("SELECT 1 FROM dispatches WHERE step=?", (record.step,)).fetchone() is None:
         raise InvariantError(f"commit of step {record.step}: it was never dispatched")
@@ -226,6 +228,7 @@ def rewind(index: Index, policy_version: int) -> None:
     """Forget everything of steps at or after `policy_version`, durably."""
     with index.durable_transaction() as connection:
         forget_steps(index, connection, policy_version)
+        write_meta(connection, "begins_at", policy_version)
     # Only now: a payload is dropped when no index on disk can point to it any more.
     index.payload.trim(load_segments(index))
 

@@ -156,10 +156,12 @@ def _lock(lock_fd: int, folder: Path, sleep: Callable[[float], None]) -> None:
                 raise StoreError(f"cannot lock the run folder {folder}: {error}; choose another run.dir") from error
         name, pid = _holder(lock_fd)
         if pid is None or _is_alive(pid) or waited_s >= _ORPHANS_END_S:
-            raise ConfigError(
-                f"{folder} is in use by run {name} (pid {pid or 'unknown'}): wait for it, stop it, or choose another "
-                "run.dir"
-            )
+            if pid is None or _is_alive(pid):
+                whose = f"run {name} (pid {pid or 'unknown'}): wait for it, stop it"
+            else:
+                left = ", ".join(map(str, _pids_with_open(folder / LOCK_NAME))) or "unknown"
+                whose = f"processes that run {name} (pid {pid}, ended) left behind (pids {left}): end them"
+            raise ConfigError(f"{folder} is in use by {whose}, or choose another run.dir")
         sleep(0.1)
         waited_s += 0.1
 
@@ -170,6 +172,18 @@ def _holder(lock_fd: int) -> tuple[str, int | None]:
         return str(plain["name"]), int(plain["pid"])
     except (ValueError, KeyError, TypeError):
         return "unknown", None
+
+
+def _pids_with_open(path: Path) -> list[int]:
+    """Return the processes that hold a file open: what a workflow forks inherits the lock."""
+    pids = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(link) == str(path):
+                pids.add(int(link.parts[2]))
+        except OSError:  # ended, or not ours
+            continue
+    return sorted(pids - {os.getpid()})
 
 
 def _is_alive(pid: int) -> bool:

@@ -1,5 +1,6 @@
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -62,12 +63,17 @@ def test_workers_of_a_dead_run_are_waited_for(tmp_path: Path) -> None:
     assert len(waits) == 3
 
 
-def test_workers_of_a_dead_run_are_not_waited_for_without_end(tmp_path: Path) -> None:
+def test_what_a_dead_run_left_behind_is_named_and_not_waited_for_without_end(tmp_path: Path) -> None:
     path = a_run(tmp_path / "run")
-    with RunFolder.open(path, name="dead", resume=True):
+    with RunFolder.open(path, name="dead", resume=True) as folder:
         (path / LOCK_NAME).write_text(json.dumps({"name": "dead", "pid": 2**22 + 1}))
-        with pytest.raises(ConfigError, match="is in use by run dead"):
-            RunFolder.open(path, name="next", resume=True, sleep=no_sleep)
+        child = subprocess.Popen(["sleep", "30"], pass_fds=[folder._lock_fd])
+        try:
+            with pytest.raises(ConfigError, match=rf"run dead \(pid \d+, ended\) left behind \(pids {child.pid}\)"):
+                RunFolder.open(path, name="next", resume=True, sleep=no_sleep)
+        finally:
+            child.kill()
+            child.wait()
 
 
 def test_an_earlier_run_is_not_written_over(tmp_path: Path) -> None:
