@@ -103,7 +103,7 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("module", "is_loaded"), [("flexmarl.workflow.teams.relay", True), ("flexmarl.workflow", False)]
 )
-def test_g10_the_verifier_is_imported_with_the_team_and_not_in_the_event_loop(module: str, is_loaded: bool) -> None:
+def test_the_verifier_is_imported_with_the_team_and_not_in_the_event_loop(module: str, is_loaded: bool) -> None:
     program = f"import sys, {module}; print('reasoning_gym' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"{is_loaded}\n"
