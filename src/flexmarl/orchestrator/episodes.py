@@ -12,7 +12,7 @@ from flexmarl.core.protocols import WorkerHandle
 from flexmarl.orchestrator.episode_workers import EpisodeWorkers
 from flexmarl.orchestrator.inbox import OrderedInbox
 from flexmarl.orchestrator.parts import RunParts
-from flexmarl.orchestrator.trajectories import TrajectoryPool
+from flexmarl.orchestrator.trajectories import PoolSeams, TrajectoryPool
 from flexmarl.orchestrator.trajectory_set import OnEnded, TrajectorySet, TrajectorySink
 from flexmarl.rollout.manager import RolloutManager
 
@@ -27,8 +27,6 @@ class Episodes:
         """Start nothing yet."""
         self._parts = parts
         self._manager = manager
-        self._inbox = inbox
-        self._agents = {AgentName(name): PolicyName(agent.policy) for name, agent in parts.config.agents.items()}
         self._pools: dict[tuple[Purpose, int], TrajectoryPool] = {}
         """By purpose and step, in the order of the steps."""
         self._workers = EpisodeWorkers(
@@ -42,6 +40,17 @@ class Episodes:
             on_ready=self.admit,
             on_died=self._worker_died,
         )
+        self._pool_seams = PoolSeams(
+            seed=parts.config.run.seed,
+            agents={AgentName(name): PolicyName(agent.policy) for name, agent in parts.config.agents.items()},
+            workflow=parts.config.workflow,
+            rollout=parts.config.rollout,
+            manager=manager,
+            workers=self._workers,
+            inbox=inbox,
+            events=parts.events,
+            on_room=self.admit,
+        )
         self._reported_s = parts.runtime.clock.now_s()
 
     def start(self) -> None:
@@ -54,21 +63,7 @@ class Episodes:
 
     def run(self, trajectories: TrajectorySet, sink: TrajectorySink, on_ended: OnEnded, *, step: int) -> TrajectoryPool:
         """Return the pool of a set of trajectories; `open` starts it. `forget` it when it is done."""
-        config = self._parts.config
-        pool = TrajectoryPool(
-            trajectories,
-            sink,
-            seed=config.run.seed,
-            agents=self._agents,
-            workflow=config.workflow,
-            rollout=config.rollout,
-            manager=self._manager,
-            workers=self._workers,
-            inbox=self._inbox,
-            events=self._parts.events,
-            on_ended=on_ended,
-            on_room=self.admit,
-        )
+        pool = TrajectoryPool(trajectories, sink, self._pool_seams, on_ended)
         self._pools[trajectories.purpose, step] = pool
         self._pools = dict(sorted(self._pools.items()))
         return pool

@@ -91,18 +91,7 @@ class Orchestrator:
         )
         self._episodes = Episodes(parts, self._manager, self._inbox)
         self._phase = Phase.OPENING
-        self._step_seams = StepSeams(
-            parts=parts,
-            rule=self._rule,
-            manager=self._manager,
-            engine=self._engine,
-            episodes=self._episodes,
-            inbox=self._inbox,
-            may_publish=self._may_publish,
-            on_generated=self._generated,
-            on_committing=self._committing,
-            on_committed=self._committed,
-        )
+        self._step_seams = self._seams_of_steps()
         self._steps: dict[int, StepRunner] = {}
         """Steps that are dispatched and not committed."""
         self._stored: dict[int, StoredStep] = {each.dispatch.step: each for each in start.open_steps}
@@ -114,6 +103,20 @@ class Orchestrator:
         self._version = start.policy_version
         self._oldest_version = start.policy_version + len(start.commits)
         self.result = RunResult(policy_version=start.policy_version, before=start.before)
+
+    def _seams_of_steps(self) -> StepSeams:
+        return StepSeams(
+            parts=self._parts,
+            rule=self._rule,
+            manager=self._manager,
+            engine=self._engine,
+            episodes=self._episodes,
+            inbox=self._inbox,
+            may_publish=self._may_publish,
+            on_generated=self._generated,
+            on_committing=self._committing,
+            on_committed=self._committed,
+        )
 
     async def run(self) -> RunResult:
         """Run to the last step, or until a signal asks to stop; return what it came to.

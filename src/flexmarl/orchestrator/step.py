@@ -20,7 +20,7 @@ from flexmarl.core.errors import WorkflowError
 from flexmarl.core.events import StepDispatched, StepExtended, StepRestored
 from flexmarl.core.ids import AgentName, PolicyName, Purpose
 from flexmarl.core.protocols import StoredStep
-from flexmarl.core.records import CommitRecord, DispatchRecord, PolicyCommit, StepExtension
+from flexmarl.core.records import CommitRecord, DispatchRecord, StepExtension
 from flexmarl.orchestrator.closing import ClosingSeams, StepCloser
 from flexmarl.orchestrator.episodes import Episodes
 from flexmarl.orchestrator.inbox import OrderedInbox
@@ -278,17 +278,7 @@ class StepRunner:
         record = CommitRecord(
             step=self.dispatch.step,
             policy_version=self.dispatch.step + 1,
-            policies={
-                policy: PolicyCommit(
-                    weights_version=update.weights_version,
-                    weights_digest=update.digest,
-                    denominators=update.denominators,
-                    micro_batches=update.micro_batches,
-                    update_sizes=update.update_sizes,
-                    num_passes=update.num_passes,
-                )
-                for policy, update in updates.items()
-            },
+            policies={policy: update.as_commit() for policy, update in updates.items()},
         )
         self._seams.on_committing(self, updates)
         work = self._parts.store.commit(record)

@@ -61,53 +61,34 @@ class _Running:
     """Its end is being recorded; nothing else may change it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSeams:
+    """What pools of trajectories work with."""
+
+    seed: int
+    """The run seed."""
+    agents: Mapping[AgentName, PolicyName]
+    workflow: WorkflowConfig
+    """Time-out and number of attempts."""
+    rollout: RolloutConfig
+    """Bounds on trajectories in flight."""
+    manager: RolloutManager
+    workers: WorkerChoice
+    inbox: Inbox
+    events: EventSink
+    on_room: Callable[[], None]
+    """Called when a further trajectory might start; whoever sees all pools calls `admit`."""
+
+
 class TrajectoryPool:
     """Runs one TrajectorySet. Its methods are handlers: synchronous, called from the inbox."""
 
-    def __init__(
-        self,
-        trajectories: TrajectorySet,
-        sink: TrajectorySink,
-        *,
-        seed: int,
-        agents: Mapping[AgentName, PolicyName],
-        workflow: WorkflowConfig,
-        rollout: RolloutConfig,
-        manager: RolloutManager,
-        workers: WorkerChoice,
-        inbox: Inbox,
-        events: EventSink,
-        on_ended: OnEnded,
-        on_room: Callable[[], None],
-    ) -> None:
-        """Start nothing yet.
-
-        Args:
-            trajectories: What to run.
-            sink: Where results are kept.
-            seed: The run seed.
-            agents: Policy of each agent.
-            workflow: Time-out and number of attempts.
-            rollout: Bounds on trajectories in flight.
-            manager: Generates the turns.
-            workers: Gives the episode worker of the next attempt.
-            inbox: Where timers come from.
-            events: Where diverged attempts are noted.
-            on_ended: Called once for each trajectory.
-            on_room: Called when a further trajectory might start; whoever sees all pools calls `admit`.
-        """
+    def __init__(self, trajectories: TrajectorySet, sink: TrajectorySink, seams: PoolSeams, on_ended: OnEnded) -> None:
+        """Start nothing yet; results go to `sink`, and `on_ended` is called once for each trajectory."""
         self._set = trajectories
         self._sink = sink
-        self._seed = seed
-        self._agents = agents
-        self._workflow = workflow
-        self._rollout = rollout
-        self._manager = manager
-        self._workers = workers
-        self._inbox = inbox
-        self._events = events
+        self._seams = seams
         self._on_ended = on_ended
-        self._on_room = on_room
         self._waiting: list[TrajectoryKey] = list(trajectories.keys)
         self._recorded = dict(trajectories.recorded)
         self._beginning: set[TrajectoryKey] = set()
@@ -138,23 +119,23 @@ class TrajectoryPool:
     def open(self) -> None:
         """The set is durable: its trajectories may start."""
         self._is_open = True
-        self._on_room()
+        self._seams.on_room()
 
     def add(self, keys: Sequence[TrajectoryKey]) -> None:
         """Run further trajectories of queries of the set."""
         self._waiting.extend(keys)
         self.num_trajectories += len(keys)
-        self._on_room()
+        self._seams.on_room()
 
     def admit(self, num_running_elsewhere: Counter[tuple[int, int]]) -> None:
         """Start what the bounds allow beside the trajectories of other pools."""
-        if not self._is_open or self._is_cancelled or not self._waiting or self._workers.choose() is None:
+        if not self._is_open or self._is_cancelled or not self._waiting or self._seams.workers.choose() is None:
             return
         admitted = admit_first_come(
             self._waiting,
             num_running=self.num_running() + num_running_elsewhere,
-            inter_query=self._rollout.inter_query,
-            intra_query=self._rollout.intra_query,
+            inter_query=self._seams.rollout.inter_query,
+            intra_query=self._seams.rollout.intra_query,
         )
         taken = set(admitted)
         self._waiting = [key for key in self._waiting if key not in taken]
@@ -167,7 +148,7 @@ class TrajectoryPool:
         self._waiting.clear()
         for running in list(self._running.values()):
             self._stop(running)
-            self._workers.ended(running.worker)
+            self._seams.workers.ended(running.worker)
 
     def worker_died(self, worker: WorkerHandle) -> None:
         """Every attempt that ran on an episode worker is lost with it."""
@@ -194,14 +175,14 @@ class TrajectoryPool:
             purpose=self._set.purpose,
             key=key,
             attempt=fact.attempt,
-            policy=self._agents[key.agent],
+            policy=self._seams.agents[key.agent],
             min_version=self._set.min_version,
             max_version=self._set.max_version,
             prompt_tokens=fact.prompt_tokens,
             sampling=self._sampling(fact, is_greedy=is_greedy),
             # Evaluations leave the step out, so that before and after are compared on the same random numbers.
             seed=derive_seed(
-                self._seed,
+                self._seams.seed,
                 "greedy" if is_greedy else "turn",
                 self._set.purpose,
                 *seed_step,
@@ -213,7 +194,7 @@ class TrajectoryPool:
             ),
             stop_token_ids=fact.stop_token_ids,
         )
-        self._manager.submit(request, lambda answer: self._answered(running, request, answer))
+        self._seams.manager.submit(request, lambda answer: self._answered(running, request, answer))
 
     def _answer_from_record(self, running: _Running, fact: TurnRequested, row: TurnRow) -> None:
         """Deliver a turn that is stored, or begin a new attempt when the workflow does not ask the same again."""
@@ -224,7 +205,7 @@ class TrajectoryPool:
                 DeliverTurn(purpose=self._set.purpose, request_id=fact.request_id, completion=completion)
             )
             return
-        self._events.emit(AttemptDiverged(trajectory=running.key, attempt=running.attempt, key=row.key))
+        self._seams.events.emit(AttemptDiverged(trajectory=running.key, attempt=running.attempt, key=row.key))
         logger.info("%s attempt %d asks for another turn than the recorded one; again", row.key, running.attempt)
         self._num_attempts[running.key] -= 1
         self._stop(running)
@@ -267,17 +248,19 @@ class TrajectoryPool:
 
     def _begun(self, key: TrajectoryKey, attempt: int, recorded: Sequence[TurnRow]) -> None:
         self._beginning.remove(key)
-        worker = self._workers.choose()
+        worker = self._seams.workers.choose()
         if self._is_cancelled:
             return
         if worker is None:
             # It died meanwhile; the next one admits. This attempt never ran, so it does not count.
             self._waiting.insert(0, key)
             return
-        self._workers.began(worker)
+        self._seams.workers.began(worker)
         self._num_attempts[key] = self._num_attempts.get(key, 0) + 1
-        timer = self._inbox.set_timer(
-            f"trajectory {self._set.purpose} {key}", self._workflow.timeout_s, lambda: self._timed_out(key, attempt)
+        timer = self._seams.inbox.set_timer(
+            f"trajectory {self._set.purpose} {key}",
+            self._seams.workflow.timeout_s,
+            lambda: self._timed_out(key, attempt),
         )
         self._running[key] = _Running(
             key=key, attempt=attempt, worker=worker, timer=timer, recorded={row.key: row for row in recorded}
@@ -289,7 +272,7 @@ class TrajectoryPool:
                 key=key,
                 attempt=attempt,
                 query=self._set.queries[key.query],
-                seed=derive_seed(self._seed, "episode", self._set.purpose, *seed_step, key.query, key.trajectory),
+                seed=derive_seed(self._seams.seed, "episode", self._set.purpose, *seed_step, key.query, key.trajectory),
             )
         )
 
@@ -321,11 +304,11 @@ class TrajectoryPool:
     def _timed_out(self, key: TrajectoryKey, attempt: int) -> None:
         running = self._current(key, attempt)
         if running is not None:
-            self._fail(running, "timeout", f"took longer than workflow.timeout_s={self._workflow.timeout_s:g}")
+            self._fail(running, "timeout", f"took longer than workflow.timeout_s={self._seams.workflow.timeout_s:g}")
 
     def _fail(self, running: _Running, kind: str, message: str) -> None:
         self._stop(running)
-        can_retry = kind in RETRIED_KINDS and self._num_attempts[running.key] < self._workflow.max_attempts
+        can_retry = kind in RETRIED_KINDS and self._num_attempts[running.key] < self._seams.workflow.max_attempts
         if can_retry and not self._is_cancelled:
             logger.warning("%s: attempt %d failed (%s: %s); again", running.key, running.attempt, kind, message)
             self._try_again(running)
@@ -337,19 +320,19 @@ class TrajectoryPool:
 
     def _try_again(self, running: _Running) -> None:
         del self._running[running.key]
-        self._workers.ended(running.worker)
+        self._seams.workers.ended(running.worker)
         self._waiting.insert(0, running.key)
-        self._on_room()
+        self._seams.on_room()
 
     def _finish(self, running: _Running, outcome: OutcomeRecord | None, failure: TrajectoryFailure | None) -> None:
         if self._is_cancelled:
             return
         del self._running[running.key]
-        self._workers.ended(running.worker)
+        self._seams.workers.ended(running.worker)
         self.num_ended += 1
         turns = tuple(running.turns[key] for key in sorted(running.turns))
         self._on_ended(EndedTrajectory(key=running.key, turns=turns, outcome=outcome, failure=failure))
-        self._on_room()
+        self._seams.on_room()
 
     def _stop(self, running: _Running) -> None:
         """End an attempt from our side: no answer reaches it any more."""
@@ -359,7 +342,7 @@ class TrajectoryPool:
     def _drop(self, running: _Running) -> None:
         running.timer.cancel()
         if running.requests:
-            self._manager.cancel(sorted(running.requests))
+            self._seams.manager.cancel(sorted(running.requests))
             running.requests.clear()
 
     def _current(self, key: TrajectoryKey, attempt: int) -> _Running | None:

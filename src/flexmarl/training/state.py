@@ -6,7 +6,7 @@ from enum import Enum
 from flexmarl.config import TrainingConfig
 from flexmarl.core.ids import ObjectKey, PolicyName
 from flexmarl.core.protocols import EventSink, ExperienceStore, Inbox, Runtime
-from flexmarl.core.records import Denominators
+from flexmarl.core.records import Denominators, PolicyCommit
 
 
 class TrainerState(Enum):
@@ -46,6 +46,17 @@ class PolicyUpdate:
     """How often each sample was used."""
     metrics: dict[str, float]
     """Combined over micro-batches and updates; `metrics.step_metrics` forms what is reported."""
+
+    def as_commit(self) -> PolicyCommit:
+        """Return the policy's part of the commit record."""
+        return PolicyCommit(
+            weights_version=self.weights_version,
+            weights_digest=self.digest,
+            denominators=self.denominators,
+            micro_batches=self.micro_batches,
+            update_sizes=self.update_sizes,
+            num_passes=self.num_passes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from flexmarl.core.records import (
     TurnRow,
     VersionSpan,
 )
-from flexmarl.orchestrator.trajectories import TrajectoryPool
+from flexmarl.orchestrator.trajectories import PoolSeams, TrajectoryPool
 from flexmarl.orchestrator.trajectory_set import EndedTrajectory, TrajectorySet
 from flexmarl.rollout.manager import Answer, RolloutManager
 from flexmarl.testing.events import RecordingSink
@@ -180,18 +180,23 @@ class Lab:
                 recorded=recorded or {},
             ),
             self.sink,
+            self.seams(rollout or RolloutConfig(), self.admit),
+            self.ended.append,
+        )
+        self.pool.open()
+
+    def seams(self, rollout: RolloutConfig, on_room: Callable[[], None]) -> PoolSeams:
+        return PoolSeams(
             seed=11,
             agents={AGENT: POLICY},
             workflow=WorkflowConfig(path="x:y", timeout_s=60.0, max_attempts=3),
-            rollout=rollout or RolloutConfig(),
+            rollout=rollout,
             manager=cast(RolloutManager, self.manager),
             workers=FakeWorkers(self),
             inbox=cast(Any, self.inbox),
             events=self.events,
-            on_ended=self.ended.append,
-            on_room=self.admit,
+            on_room=on_room,
         )
-        self.pool.open()
 
     def admit(self) -> None:
         self.pool.admit(Counter())
@@ -557,16 +562,8 @@ def test_nothing_starts_before_the_set_is_durable() -> None:
     other = TrajectoryPool(
         TrajectorySet(purpose=Purpose.TRAIN, min_version=7, max_version=7, queries={0: {}}, keys=(B,)),
         lab.sink,
-        seed=11,
-        agents={AGENT: POLICY},
-        workflow=WorkflowConfig(path="x:y"),
-        rollout=RolloutConfig(),
-        manager=cast(RolloutManager, lab.manager),
-        workers=FakeWorkers(lab),
-        inbox=cast(Any, lab.inbox),
-        events=lab.events,
-        on_ended=lab.ended.append,
-        on_room=lambda: other.admit(Counter()),
+        lab.seams(RolloutConfig(), lambda: other.admit(Counter())),
+        lab.ended.append,
     )
     other.admit(Counter())  # room arises for whatever reason
     assert lab.sink.pending == []

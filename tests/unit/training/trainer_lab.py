@@ -14,7 +14,6 @@ from flexmarl.core.records import (
     DispatchRecord,
     FinishReason,
     OutcomeRecord,
-    PolicyCommit,
     TokenColumn,
     TokenValues,
     TurnRow,
@@ -279,17 +278,7 @@ def turn_row(key: SampleKey, attempt: int, policy: PolicyName) -> TurnRow:
 
 
 def commit_of(step: int, updates: dict[PolicyName, PolicyUpdate]) -> CommitRecord:
-    policies = {
-        policy: PolicyCommit(
-            weights_version=update.weights_version,
-            weights_digest=update.digest,
-            denominators=update.denominators,
-            micro_batches=update.micro_batches,
-            update_sizes=update.update_sizes,
-            num_passes=update.num_passes,
-        )
-        for policy, update in updates.items()
-    }
+    policies = {policy: update.as_commit() for policy, update in updates.items()}
     return CommitRecord(step=step, policy_version=step + 1, policies=policies)
 
 
