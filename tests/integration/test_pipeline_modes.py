@@ -104,6 +104,8 @@ def digests(result: TrainResult) -> dict[str, str]:
 
 
 ASYNC = ["pipeline.mode=bounded_async"]
+IN_FLIGHT = [*ASYNC, "pipeline.max_staleness=2", "rollout.max_new_tokens=96", "training.backend.token_s=0.0001"]
+"""Long turns and quick training: weights are published while turns are generated."""
 
 
 def test_g3_one_step_off_generates_each_step_by_the_version_before(tmp_path: Path) -> None:
@@ -151,9 +153,10 @@ def test_g3_bounded_async_keeps_its_bound_and_drops_nothing(tmp_path: Path, boun
 
 
 def test_g3_with_continue_a_turn_can_span_versions_and_the_oldest_counts(tmp_path: Path) -> None:
-    overrides = [*ASYNC, "pipeline.max_staleness=2", "rollout.on_publish=continue", "rollout.max_new_tokens=96"]
-    records = of_kind(events_of(run(tmp_path / "run", *overrides)), Generated)
-    spans = [record.completion.version_spans for record in records]
+    result = run(tmp_path / "run", *IN_FLIGHT, "rollout.on_publish=continue")
+    spans = [record.completion.version_spans for record in of_kind(events_of(result), Generated)]
+    rows = list(read_metrics(result.run_dir / "metrics.jsonl"))
+    assert any(row["policy/small/multi_version_frac"] > 0 for row in rows)  # type: ignore[operator]
     assert any(len(each) > 1 for each in spans)
     for each in spans:
         assert [span.start for span in each[1:]] == [span.end for span in each[:-1]]
@@ -162,8 +165,7 @@ def test_g3_with_continue_a_turn_can_span_versions_and_the_oldest_counts(tmp_pat
 
 
 def test_g3_with_drain_a_turn_has_one_version(tmp_path: Path) -> None:
-    overrides = [*ASYNC, "pipeline.max_staleness=2", "rollout.max_new_tokens=96"]
-    records = of_kind(events_of(run(tmp_path / "run", *overrides)), Generated)
+    records = of_kind(events_of(run(tmp_path / "run", *IN_FLIGHT)), Generated)
     assert {len(record.completion.version_spans) for record in records} == {1}
 
 
