@@ -7,7 +7,9 @@ before the consumer begins. Rows are made before the clock starts.
 
 Put: `StoreClient.put_finished`, whose return means that the rows survive SIGKILL. In batches it is `put_finished_soon`,
 which lets the producer pack the next rows meanwhile, with a wait for all of them at the end; `waiting_` waits for each
-batch. Get: claim, read and acknowledge per call, and one commit of all rows at the end, on disk when it returns.
+batch. Get: claim, read (every number is summed) and acknowledge per call, and one commit of all rows at the end, on
+disk when it returns. A lease is acknowledged with the claim of the next; where puts do not wait, the next claim is sent
+before the rows of the present one are read.
 
 `--peer-python` names the interpreter of an environment with TransferQueue, which then does the same in turns with the
 store, without durability, acknowledgement and commit (`peer_transfer_queue.py`).
@@ -17,13 +19,14 @@ Usage: .venv/bin/python benchmarks/store.py [--json] [--quick] [--peer-python PA
 
 import asyncio
 import json
+import math
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +45,9 @@ from flexmarl.core.records import (
     TurnRow,
     VersionSpan,
 )
-from flexmarl.runtime.local.call_thread import CallThread
 from flexmarl.runtime.local.store_client import StoreClient
 from flexmarl.runtime.local.store_service import StoreService
-from flexmarl.store import SqliteStore
+from flexmarl.store import PackedBatch, SqliteStore
 
 HERE = Path(__file__).resolve().parent
 AGENT = AgentName("agent")
@@ -138,26 +140,48 @@ def put(client: StoreClient, order: Mapping[str, Any]) -> dict[str, Any]:
     return {"wall_s": time.perf_counter() - start_s, "cpu_s": time.process_time() - start_cpu_s}
 
 
+@dataclass(slots=True)
+class Totals:
+    """What a consumer has read: every number of every row."""
+
+    sum_of_last: int = 0
+    sum_of_tokens: int = 0
+    sum_of_logprobs: float = 0.0
+
+    def read(self, batch: PackedBatch) -> None:
+        """Read rows."""
+        for row in range(len(batch)):
+            tokens = batch.response_tokens(row)
+            self.sum_of_last += tokens[-1]
+            self.sum_of_tokens += sum(tokens)
+            self.sum_of_logprobs += sum(batch.logprobs(row))
+
+
 def get(client: StoreClient, order: Mapping[str, Any]) -> dict[str, Any]:
     """Claim, read and acknowledge the rows of a step, then commit it."""
     step, num_rows, size = order["step"], order["num_rows"], order["batch_size"]
     micro_batches = [f"m{number}" for number in range(num_rows // size)]
-    sum_of_last = 0
+    is_waiting = order["is_waiting"]
+    totals = Totals()
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    for micro_batch_id in micro_batches:
-        granted = client.claim(POLICY, step, micro_batch_id, max_rows=size, timeout_s=CLAIM_TIMEOUT_S)
+    lease, sent = None, None
+    for number, micro_batch_id in enumerate(micro_batches):
+        claim = partial(client.send_claim, POLICY, step, max_rows=size, timeout_s=CLAIM_TIMEOUT_S)
+        granted = client.receive_claim(sent or claim(micro_batch_id, acknowledging=lease))
         if granted is None:
             raise RuntimeError(f"step {step}: no row is ready, {num_rows} were put")
-        lease, rows = granted
-        sum_of_last += sum(row.turn.response_tokens[-1] for row in rows)
+        is_ahead = not is_waiting and number + 1 < len(micro_batches)
+        # One lease is read while the next is on its way; the one before both is acknowledged with it.
+        sent = claim(micro_batches[number + 1], acknowledging=lease) if is_ahead else None
+        if not is_waiting and not is_ahead and lease is not None:
+            client.acknowledge(lease)
+        lease = granted[0]
+        totals.read(granted[1])
+    if lease is not None:
         client.acknowledge(lease)
     client.commit(commit_of(step, num_rows, micro_batches))
     wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    return {
-        "wall_s": wall_s,
-        "cpu_s": cpu_s,
-        "sum_of_last": sum_of_last,
-    }
+    return {"wall_s": wall_s, "cpu_s": cpu_s, **asdict(totals)}
 
 
 def commit_of(step: int, num_rows: int, micro_batches: Sequence[str]) -> CommitRecord:
@@ -174,22 +198,11 @@ def commit_of(step: int, num_rows: int, micro_batches: Sequence[str]) -> CommitR
 
 async def own(folder: Path) -> None:
     """Own the store and lend it, until the standard input ends."""
-    calls = CallThread()
-    store = await SqliteStore.open(folder, calls_of(calls))
+    store = await SqliteStore.open(folder, None)
     service = await StoreService.open(store, folder)
     await asyncio.to_thread(serve, lambda order: {"cpu_s": time.process_time()})
     await service.close()
     await store.close()
-    await calls.close(timeout_s=10.0)
-
-
-def calls_of(calls: CallThread) -> Any:
-    """Return `Runtime.call` over a call thread, as a run has it."""
-
-    async def call(function: Any, *args: Any, cost_s: float = 0.0) -> Any:
-        return await calls.call(function, *args)
-
-    return call
 
 
 def run_role(role: str, folder: Path) -> None:
@@ -203,6 +216,14 @@ def run_role(role: str, folder: Path) -> None:
 
 
 # --- the measurement --------------------------------------------------------------------------------------------------
+
+
+def is_all_read(answer: Mapping[str, Any], num_rows: int) -> bool:
+    """Return whether the sums of a consumer are those of the rows that were put."""
+    rows = [content(row % NUM_CONTENTS) for row in range(num_rows)]
+    sum_of_tokens = sum(sum(tokens) for tokens, _, _ in rows)
+    sum_of_logprobs = sum(sum(logprobs) for _, logprobs, _ in rows)
+    return answer["sum_of_tokens"] == sum_of_tokens and math.isclose(answer["sum_of_logprobs"], sum_of_logprobs)
 
 
 class Bench:
@@ -244,7 +265,7 @@ class Bench:
                 owner_s = self._owner.run({})["cpu_s"] - before_s
                 for process, cpu_s in (("owner", owner_s), (role, answer["cpu_s"])):
                     self.cpu_us.setdefault(f"{metric}_{name}{process}", []).append(1e6 * cpu_s / num_rows)
-        if answer["sum_of_last"] != sum_of_last(num_rows):
+        if answer["sum_of_last"] != sum_of_last(num_rows) or (side == "store" and not is_all_read(answer, num_rows)):
             raise RuntimeError(f"{side} did not give back the tokens that were put")
         return rates
 

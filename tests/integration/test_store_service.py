@@ -24,6 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 import msgpack
 import pytest
 
+from flexmarl.core.codec import to_plain
 from flexmarl.core.errors import CapacityError, ConfigError, FlexMARLError, InvariantError, StoreError
 from flexmarl.core.ids import AgentName, HolderId, ObjectKey, PolicyName, SampleKey, TrajectoryKey
 from flexmarl.core.protocols import AdvantageValue, PolicyColumns, PolicyProgress
@@ -308,6 +309,53 @@ async def test_g2_a_producer_killed_in_a_put_leaves_nothing_by_half(tmp_path: Pa
         while await again.hear():
             pass
         assert [key for key, _ in await lent.store.ready(POLICY, 0)] == all_keys()
+
+
+@on_a_loop
+async def test_requests_that_arrive_together_are_done_in_their_order(tmp_path: Path) -> None:
+    packed = [encode_trajectory(pack_finished(finished(number))) for number in range(8)]
+    requests = [
+        ("open_step", [to_plain(dispatch())]),
+        ("put_finished", [packed]),
+        ("ready", [POLICY, 0]),
+        ("put_finished", [packed]),
+    ]
+    frames = [frame_of([number, *request]) for number, request in enumerate(requests)]
+    for call in (inline_call, None):
+        folder = tmp_path / ("store" if call else "alone")
+        store = await SqliteStore.open(folder, call)
+        service = await StoreService.open(store, folder)
+        answers = await asyncio.to_thread(exchange, folder, HELLO, b"".join(frames), num_answers=5)
+        assert [answer[:2] for answer in answers[1:]] == [[number, None] for number in range(4)]
+        assert len(answers[3][2]) == 8 * len(AGENTS)
+        await service.close()
+        await store.close()
+
+
+@on_a_loop
+async def test_g2_claims_sent_ahead_give_every_row_once(tmp_path: Path) -> None:
+    async with owner(tmp_path / "store") as lent:
+        await lent.fill()
+        keys = await lent.call(claim_ahead, lent.folder)
+        assert keys == all_keys()
+        assert (await lent.counts()).num_acknowledged == 0  # its holder is gone
+        await lent.wait_until_ready(len(keys))
+
+
+def claim_ahead(folder: Path) -> list[SampleKey]:
+    """Claim all rows, one claim ahead of the lease that is read, and return their keys."""
+    keys: list[SampleKey] = []
+    with StoreClient(folder, holder=HolderId("red#0")) as client:
+        lease, sent = None, client.send_claim(POLICY, 0, "m0", max_rows=7, timeout_s=0.0)
+        while granted := client.receive_claim(sent):
+            sent = client.send_claim(POLICY, 0, f"m{len(keys) + 1}", max_rows=7, timeout_s=0.0, acknowledging=lease)
+            lease, batch = granted
+            assert batch.samples()[0].turn.response_tokens == tuple(batch.response_tokens(0))
+            keys += lease.keys
+        assert lease is not None
+        client.acknowledge(lease)
+        assert client._ask("progress", 0)[POLICY].num_acknowledged == len(keys)
+    return keys
 
 
 @on_a_loop
@@ -606,7 +654,7 @@ REFUSED: dict[str, tuple[object, str, str]] = {
     "no trajectories": ([1, "put_finished", [[[1, 2, 3]]]], "ConfigError", "trajectory"),
     "second hello": ([1, "hello", [1, None]], "ConfigError", "begins with one"),
     "beat of nobody": ([1, "beat", ["red#9"]], "FencedError", "is over"),
-    "other's holder": ([1, "claim", ["red", 0, "red#9", "m", 1, 0.0]], "InvariantError", "red#9"),
+    "other's holder": ([1, "claim", ["red", 0, "red#9", "m", 1, 0.0, None]], "InvariantError", "red#9"),
 }
 
 

@@ -548,6 +548,30 @@ class StoreMachine(RuleBasedStateMachine):
         for row in rows:
             row.status, row.lease_id = "leased", lease.lease_id
 
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), max_rows=st.integers(1, 3))
+    def acknowledge_and_claim(self, data: st.DataObject, max_rows: int) -> None:
+        work = data.draw(st.sampled_from(self.leases))
+        policy, holder = work.lease.policy, work.lease.holder
+        rows = self.live_rows(policy, "ready")[:max_rows]
+        claim = self.store.claim(
+            policy,
+            self.step,
+            holder,
+            f"m{self.num_micro_batches}",
+            max_rows=max_rows,
+            timeout_s=0.0,
+            acknowledging=work.lease,
+        )
+        if work.status == "released" or holder in self.fenced:
+            self.expect(claim, FencedError)
+            return
+        granted = self.run(claim)
+        self.acknowledge_one(work)  # once more: it changes nothing
+        assert (granted is None) == (not rows)
+        if granted is not None:
+            self.granted(*granted, rows)
+
     @rule(policy=policies, slot=slots, max_rows=st.integers(1, 3))
     def claim(self, policy: PolicyName, slot: int, max_rows: int) -> None:
         rows = self.live_rows(policy, "ready")[:max_rows]
@@ -785,6 +809,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def kill_owner(self) -> None:
         """Drop the open files as a kill would, and open the store again: caches and seals were in its memory."""
+        assert self.store._call is not None
         self.run(self.store._call(self.store._close_blocking))
         for slot in range(2):
             self.die(self.holder(slot))

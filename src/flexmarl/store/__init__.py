@@ -4,6 +4,7 @@ Read `lifecycle.py` first: the states of a row and the moves between them. `sqli
 `packing.py` has the forms in which rows cross a socket.
 """
 
+from flexmarl.store.batch import PackedBatch
 from flexmarl.store.operations import BlockingCall
 from flexmarl.store.packing import (
     PackedSample,
@@ -20,6 +21,7 @@ from flexmarl.store.view import StoreView
 
 __all__ = [
     "BlockingCall",
+    "PackedBatch",
     "PackedSample",
     "PackedTrajectory",
     "PackedTurn",

@@ -38,8 +38,11 @@ class _AlreadyBegunError(Exception):
 
 def _check(index: Index, each: PackedTrajectory) -> None:
     plan = index.plan_of(each.trajectory)
+    step, query, trajectory = each.trajectory.step, each.trajectory.query, each.trajectory.trajectory
     for turn in each.turns:
-        if turn.attempt != 0 or turn.key.trajectory_key != each.trajectory:
+        key = turn.key
+        is_own = key.trajectory == trajectory and key.query == query and key.step == step
+        if turn.attempt != 0 or not is_own:
             raise InvariantError(f"{each.trajectory}: turn {turn.key} attempt {turn.attempt} is not of its attempt 0")
         plan.check_versions(turn)
     if not all(map(math.isfinite, (*each.rewards, *each.advantages))):

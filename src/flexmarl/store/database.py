@@ -14,6 +14,13 @@ BUSY_TIMEOUT_S = 5.0
 """How long a statement waits for a tool that looks into the file; the owner itself never competes."""
 
 
+_PAGE_BYTES = 1024
+"""Of a new file."""
+_LOG_BYTES = 16 * 2**20
+"""The write-ahead log is moved into the file when it is longer, which waits for the disk."""
+_CACHE_BYTES = 16 * 2**20
+
+
 class FolderLock:
     """Keeps a second process out of a store's folder; the system frees it when this process ends in any way."""
 
@@ -60,7 +67,11 @@ class Database:
                 self.name, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S, cached_statements=256
             )
             try:
+                # A transaction of one row touches few bytes of several pages, each of which is written whole.
+                self.connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")
                 self.connection.execute("PRAGMA journal_mode=WAL")
+                self.connection.execute(f"PRAGMA wal_autocheckpoint={_LOG_BYTES // _PAGE_BYTES}")
+                self.connection.execute(f"PRAGMA cache_size=-{_CACHE_BYTES // 1024}")
                 self.connection.execute("PRAGMA synchronous=NORMAL")
             except sqlite3.Error:
                 self.connection.close()

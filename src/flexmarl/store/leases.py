@@ -8,9 +8,11 @@ from flexmarl.core.errors import CapacityError, FencedError, InvariantError
 from flexmarl.core.ids import HolderId, PolicyName, SampleKey
 from flexmarl.core.protocols import AdvantageValue, Lease
 from flexmarl.core.records import Seal, TokenColumn, TokenValues
+from flexmarl.store.batch import PackedBatch
 from flexmarl.store.index import Index
 from flexmarl.store.lifecycle import LeaseStatus, RowMove, RowStatus
 from flexmarl.store.packing import PackedSample, pack_values
+from flexmarl.store.row_reader import key_values
 from flexmarl.store.rows import PolicyTable
 from flexmarl.store.schema import decode_record, encode_keys, encode_record
 
@@ -90,7 +92,11 @@ def lease(
         if _live_lease(connection, policy, keys[0].step, micro_batch_id) is not None:
             _require_leasable(table, keys, micro_batch_id, num_passes_done)
             raise _leased_before(policy, keys[0].step, micro_batch_id)
-        granted = _grant(connection, policy, holder, micro_batch_id, keys)
+        columns = [key_values(key)[1:] for key in keys]
+        lease_id = _grant(connection, policy, holder, micro_batch_id, keys[0].step, columns)
+        granted = Lease(
+            lease_id=lease_id, policy=policy, holder=holder, micro_batch_id=micro_batch_id, keys=tuple(keys)
+        )
         if num_passes_done == 0:
             num_moved = table.lease(keys, granted.lease_id)
         else:
@@ -102,23 +108,35 @@ def lease(
 
 
 def claim(
-    index: Index, policy: PolicyName, step: int, holder: HolderId, micro_batch_id: str, max_rows: int
-) -> tuple[Lease, list[PackedSample]] | None:
-    """Lease the first ready rows in key order; None when there is none."""
+    index: Index,
+    policy: PolicyName,
+    step: int,
+    holder: HolderId,
+    micro_batch_id: str,
+    max_rows: int,
+    acknowledging: Lease | None = None,
+) -> tuple[Lease, PackedBatch] | None:
+    """Lease the first ready rows in key order, None when there is none; the lease has no keys, the batch has them.
+
+    `acknowledging` is acknowledged first, also when there is no row.
+    """
     if max_rows < 1:
         raise InvariantError(f"micro-batch {micro_batch_id}: claim of {max_rows} rows, expected at least 1")
     table = index.tables.get(policy)
     with index.transaction() as connection:
+        if acknowledging is not None:
+            _acknowledge(index, connection, acknowledging)
         _require_not_fenced(index, holder)
-        samples = [] if table is None else table.ready_samples(step, max_rows)
-        if table is None or not samples:
+        batch = None if table is None else table.ready_batch(step, max_rows)
+        if table is None or not batch:
             return None
-        if _live_lease(connection, policy, step, micro_batch_id) is not None:
-            raise _leased_before(policy, step, micro_batch_id)
-        granted = _grant(connection, policy, holder, micro_batch_id, [sample.turn.key for sample in samples])
-        num_moved = table.lease_through(granted.keys[-1], granted.lease_id)
-        assert num_moved == len(samples), (num_moved, len(samples))
-    return granted, samples
+        try:
+            lease_id = _grant(connection, policy, holder, micro_batch_id, step, [row[1:6] for row in batch.rows])
+        except sqlite3.IntegrityError as error:
+            raise _leased_before(policy, step, micro_batch_id) from error
+        num_moved = table.lease_through(batch.rows[-1][:6], lease_id)
+        assert num_moved == len(batch), (num_moved, len(batch))
+    return Lease(lease_id=lease_id, policy=policy, holder=holder, micro_batch_id=micro_batch_id, keys=()), batch
 
 
 def _leased_before(policy: PolicyName, step: int, micro_batch_id: str) -> InvariantError:
@@ -131,14 +149,20 @@ def _require_not_fenced(index: Index, holder: HolderId) -> None:
 
 
 def _grant(
-    connection: sqlite3.Connection, policy: PolicyName, holder: HolderId, micro_batch_id: str, keys: Sequence[SampleKey]
-) -> Lease:
+    connection: sqlite3.Connection,
+    policy: PolicyName,
+    holder: HolderId,
+    micro_batch_id: str,
+    step: int,
+    keys: Sequence[tuple[int, int, str, int, int]],
+) -> int:
+    """Write a lease on keys of a step, and return its id."""
     lease_id = connection.execute(
         "INSERT INTO leases (policy, step, holder, micro_batch_id, num_rows, keys, status) VALUES (?,?,?,?,?,?,?)",
-        (policy, keys[0].step, holder, micro_batch_id, len(keys), encode_keys(keys), LeaseStatus.ACTIVE.value),
+        (policy, step, holder, micro_batch_id, len(keys), encode_keys(keys), LeaseStatus.ACTIVE.value),
     ).lastrowid
     assert lease_id is not None
-    return Lease(lease_id=lease_id, policy=policy, holder=holder, micro_batch_id=micro_batch_id, keys=tuple(keys))
+    return lease_id
 
 
 def _live_lease(
@@ -183,18 +207,22 @@ def _require_leasable(
 def acknowledge(index: Index, granted: Lease) -> None:
     """Count a lease's rows as part of its holder's gradient cache."""
     with index.transaction() as connection:
-        found = connection.execute(
-            "SELECT step, num_rows, status FROM leases WHERE lease_id=? AND policy=? AND holder=?",
-            (granted.lease_id, granted.policy, granted.holder),
-        ).fetchone()
-        if found is None or found[2] == LeaseStatus.RELEASED:
-            raise FencedError(
-                f"lease {granted.lease_id} of {granted.holder} on micro-batch {granted.micro_batch_id} has ended"
-            )
-        step, num_rows, status = found
-        if status == LeaseStatus.ACTIVE:
-            table = index.tables[granted.policy]
-            _move_lease(connection, table, RowMove.ACKNOWLEDGE, step, granted.lease_id, num_rows)
+        _acknowledge(index, connection, granted)
+
+
+def _acknowledge(index: Index, connection: sqlite3.Connection, granted: Lease) -> None:
+    found = connection.execute(
+        "SELECT step, num_rows, status FROM leases WHERE lease_id=? AND policy=? AND holder=?",
+        (granted.lease_id, granted.policy, granted.holder),
+    ).fetchone()
+    if found is None or found[2] == LeaseStatus.RELEASED:
+        raise FencedError(
+            f"lease {granted.lease_id} of {granted.holder} on micro-batch {granted.micro_batch_id} has ended"
+        )
+    step, num_rows, status = found
+    if status == LeaseStatus.ACTIVE:
+        table = index.tables[granted.policy]
+        _move_lease(connection, table, RowMove.ACKNOWLEDGE, step, granted.lease_id, num_rows)
 
 
 def release(index: Index, holder: HolderId) -> list[SampleKey]:

@@ -65,7 +65,7 @@ OPEN_STATUSES = (
     RowStatus.ACKNOWLEDGED,
     RowStatus.SEALED,
 )
-"""States of rows whose step is not committed; few at any moment, so they are indexed."""
+"""States of rows whose step is not committed."""
 
 BLOCKS_COMMIT = (RowStatus.PARTIAL, RowStatus.READY, RowStatus.LEASED)
 """States in which a finished sample is in no gradient yet: a step with such a row is not committed."""

@@ -1,4 +1,8 @@
-"""The order of a store's operations: one at a time, and those that wait for a turn are written together."""
+"""The order of a store's operations: one at a time, and those that wait for a turn are written together.
+
+A process that does nothing but own a store runs them in its event loop's thread: handing each to another thread and
+back costs more than most of them do.
+"""
 
 import asyncio
 from collections import deque
@@ -47,36 +51,62 @@ class _Operation:
 
 
 class OperationQueue:
-    """Hands blocking functions of an index to `call`, one at a time in order (group commit)."""
+    """Runs blocking functions of an index, one at a time in order (group commit)."""
 
-    def __init__(self, index: Index, call: BlockingCall) -> None:
-        """Work on an opened index."""
+    def __init__(self, index: Index, call: BlockingCall | None) -> None:
+        """Work on an opened index through `call`; without one, in the event loop's thread, which it holds up."""
         self._index: Index | None = index
         self._call = call
         self._waiting: deque[_Operation] = deque()
-        self._writer: asyncio.Task[None] | None = None
+        self._writer: asyncio.Task[None] | asyncio.Handle | None = None
+        """Of the operations that wait."""
 
     async def _run(self, function: Callable[..., T], *args: object) -> T:
         """Run an operation in its turn; those that wait together are written together (group commit)."""
+        result: T = await self._start(function, *args)
+        return result
+
+    def _start(self, function: Callable[..., T], *args: object) -> asyncio.Future[T]:
+        """Do the same; the operation has its turn from now on, whether or not somebody awaits the result."""
         loop = asyncio.get_running_loop()
         operation = _Operation(function, args, loop.create_future())
         self._waiting.append(operation)
         if self._writer is None:
-            self._writer = loop.create_task(self._write(), name="store")
-        result: T = await operation.done
-        return result
+            # Not at once: what arrives together is written together.
+            self._writer = (
+                loop.call_soon(self._write_here)
+                if self._call is None
+                else loop.create_task(self._write(self._call), name="store")
+            )
+        return operation.done
 
-    async def _write(self) -> None:
+    async def _finish(self) -> None:
+        """Return when nothing waits."""
+        if isinstance(self._writer, asyncio.Task):
+            await asyncio.wait([self._writer])
+        while self._waiting:
+            self._write_here()
+
+    def _write_here(self) -> None:
+        if self._waiting:
+            batch = self._next_batch()
+            self._settle(batch, self._run_batch(batch))
+        self._writer = asyncio.get_running_loop().call_soon(self._write_here) if self._waiting else None
+
+    def _settle(self, batch: list[_Operation], outcomes: list[tuple[Exception | None, Any]]) -> None:
+        for operation, (error, result) in zip(batch, outcomes, strict=True):
+            operation.settle(error, result)
+        self._after_batch()
+
+    async def _write(self, call: BlockingCall) -> None:
         try:
             while self._waiting:
                 batch = self._next_batch()
                 try:
-                    outcomes = await self._call(self._run_batch, batch)
+                    outcomes = await call(self._run_batch, batch)
                 except Exception as refused:  # noqa: BLE001 (the runtime is closed: tell who waits)
                     outcomes = [(refused, None)] * len(batch)
-                for operation, (error, result) in zip(batch, outcomes, strict=True):
-                    operation.settle(error, result)
-                self._after_batch()
+                self._settle(batch, outcomes)
         finally:
             self._writer = None
 

@@ -9,6 +9,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from flexmarl.core.errors import ConfigError, InvariantError
 from flexmarl.core.ids import PolicyName, SampleKey, TrajectoryKey
@@ -22,7 +23,7 @@ from flexmarl.core.records import (
     TurnRow,
     VersionSpan,
 )
-from flexmarl.store.schema import encode_record
+from flexmarl.store.schema import encode_outcome
 
 _COUNTS = struct.Struct("<3I")
 _SPAN = struct.Struct("<3i")
@@ -89,17 +90,17 @@ def _pack_body(row: TurnRow) -> bytes:
     prompt, response, logprobs = row.prompt_tokens, row.response_tokens, row.logprobs
     if len(response) != len(logprobs):
         raise InvariantError(f"{row.key}: {len(response)} response tokens with {len(logprobs)} log-probs")
+    spans = [each for span in row.version_spans for each in (span.start, span.end, span.policy_version)]
+    counts = (len(prompt), len(response), len(row.version_spans))
     try:
-        return b"".join(
-            (
-                _COUNTS.pack(len(prompt), len(response), len(row.version_spans)),
-                struct.pack(f"<{len(prompt)}i{len(response)}i", *prompt, *response),
-                struct.pack(f"<{len(logprobs)}d", *logprobs),
-                *(_SPAN.pack(span.start, span.end, span.policy_version) for span in row.version_spans),
-            )
-        )
+        return _body_of(*counts).pack(*counts, *prompt, *response, *logprobs, *spans)
     except struct.error as error:
         raise InvariantError(f"{row.key}: token ids must be int32, log-probs floats: {error}") from error
+
+
+@lru_cache(maxsize=1024)
+def _body_of(num_prompt: int, num_response: int, num_spans: int) -> struct.Struct:
+    return struct.Struct(f"<3I{num_prompt + num_response}i{num_response}d{3 * num_spans}i")
 
 
 def body_counts(packed: PackedTurn) -> tuple[int, int]:
@@ -114,6 +115,15 @@ def body_counts(packed: PackedTurn) -> tuple[int, int]:
         if len(body) == _COUNTS.size + 4 * num_prompt + 12 * num_response + _SPAN.size * num_spans:
             return num_prompt, num_response
     raise InvariantError(f"{packed.key}: {len(body)} bytes are not a packed turn")
+
+
+def body_places(content: bytes, begin: int = 0) -> tuple[int, int, int, int]:
+    """Return where the prompt tokens, response tokens and log-probs of the body at `begin` lie, and where they end."""
+    num_prompt, num_response, _ = _COUNTS.unpack_from(content, begin)
+    first = begin + _COUNTS.size
+    start = first + 4 * num_prompt
+    middle = start + 4 * num_response
+    return first, start, middle, middle + 8 * num_response
 
 
 def newest_version(packed: PackedTurn) -> int:
@@ -131,9 +141,7 @@ def unpack_turn(packed: PackedTurn) -> TurnRow:
     """Return the turn that `pack_turn` packed."""
     body = packed.body
     num_prompt, num_response, num_spans = _COUNTS.unpack_from(body)
-    start = _COUNTS.size + 4 * num_prompt
-    middle = start + 4 * num_response
-    offset = middle + 8 * num_response
+    begin, start, middle, offset = body_places(body)
     spans = [_SPAN.unpack_from(body, offset + _SPAN.size * number) for number in range(num_spans)]
     return TurnRow(
         key=packed.key,
@@ -141,7 +149,7 @@ def unpack_turn(packed: PackedTurn) -> TurnRow:
         policy=packed.policy,
         policy_version=packed.policy_version,
         weights_version=packed.weights_version,
-        prompt_tokens=struct.unpack_from(f"<{num_prompt}i", body, _COUNTS.size),
+        prompt_tokens=struct.unpack_from(f"<{num_prompt}i", body, begin),
         response_tokens=struct.unpack_from(f"<{num_response}i", body, start),
         logprobs=struct.unpack_from(f"<{num_response}d", body, middle),
         temperature=packed.temperature,
@@ -182,7 +190,9 @@ def pack_finished(finished: FinishedTrajectory) -> PackedTrajectory:
     key = outcome.trajectory
     if outcome.attempt != 0 or any(turn.attempt != 0 for turn in turns):
         raise InvariantError(f"{key}: a trajectory that is put whole has attempt 0 only")
-    if sorted(turn.key for turn in turns) != sorted(set(outcome.turns)) or len(finished.advantages) != len(turns):
+    keys = tuple(turn.key for turn in turns)
+    is_same = len(set(keys)) == len(keys) and (keys == outcome.turns or set(keys) == set(outcome.turns))
+    if not is_same or len(finished.advantages) != len(turns):
         raise InvariantError(
             f"{key}: {len(turns)} turns with {len(finished.advantages)} advantages, but its outcome lists "
             f"{', '.join(map(str, outcome.turns)) or 'none'}"
@@ -192,17 +202,18 @@ def pack_finished(finished: FinishedTrajectory) -> PackedTrajectory:
     columns = {each.key: each.values for each in outcome.turn_columns}
     return PackedTrajectory(
         trajectory=key,
-        record=encode_record(outcome),
+        record=encode_outcome(outcome),
         turns=tuple(map(pack_turn, turns)),
         rewards=tuple(_rewards(outcome, turns)),
         advantages=finished.advantages,
-        columns=tuple(columns.get(turn.key, {}) for turn in turns),
+        columns=tuple(columns.get(turn.key, {}) for turn in turns) if columns else ({},) * len(turns),
     )
 
 
 def _rewards(outcome: OutcomeRecord, turns: Sequence[TurnRow]) -> list[float]:
-    own = {each.key: each.reward for each in outcome.turn_rewards}
-    rewards = [own.get(turn.key, outcome.rewards.get(turn.key.agent)) for turn in turns]
+    rewards = [outcome.rewards.get(turn.key.agent) for turn in turns]
+    if own := {each.key: each.reward for each in outcome.turn_rewards}:
+        rewards = [own.get(turn.key, reward) for turn, reward in zip(turns, rewards, strict=True)]
     for turn, reward in zip(turns, rewards, strict=True):
         if reward is None:
             raise ConfigError(

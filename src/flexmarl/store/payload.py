@@ -72,7 +72,14 @@ class PayloadReader:
         Raises:
             StoreError: a segment has been pruned, or does not hold its record.
         """
-        bodies = []
+        content, places = self.read_records(slots)
+        return [content[start:end] for start, end in places]
+
+    def read_records(self, slots: Sequence[PayloadSlot]) -> tuple[bytes, list[tuple[int, int]]]:
+        """Return bytes that hold the bodies of records, and where each begins and ends; raises like `read_many`."""
+        parts: list[bytes] = []
+        places: list[tuple[int, int]] = []
+        shift = 0
         for run in _runs(slots):
             segment, start = run[0].segment, run[0].offset
             if segment in self.pruned:
@@ -81,23 +88,26 @@ class PayloadReader:
                     f"{self.pruned[segment]} covers their step; store.retention=all, set before training, keeps all"
                 )
             file = self._file(segment)
-            data = memoryview(file.read_at(start, run[-1].end - start))
+            part = file.read_at(start, run[-1].end - start)
+            data = memoryview(part)
             for slot in run:
-                body = _intact_body(data[slot.offset - start : slot.end - start], slot)
-                if body is None:
+                if not _is_intact(data[slot.offset - start : slot.end - start], slot):
                     raise StoreError(
                         f"{file.name} is damaged: the record at byte {slot.offset} ({slot.num_bytes} bytes) does not "
                         "match its checksum; restore the file, or resume from an older checkpoint"
                     )
-                bodies.append(body)
-        return bodies
+                begin = shift + slot.offset - start + _HEADER.size
+                places.append((begin, begin + slot.num_bytes - _HEADER.size))
+            parts.append(part)
+            shift += len(part)
+        return (parts[0] if len(parts) == 1 else b"".join(parts)), places
 
     def is_intact(self, slot: PayloadSlot) -> bool:
         """Return whether the log holds this record."""
         if slot.segment not in self._files.numbers():
             return False
         data = memoryview(self._file(slot.segment).read_at(slot.offset, slot.num_bytes))
-        return _intact_body(data, slot) is not None
+        return _is_intact(data, slot)
 
     def _file(self, segment: int) -> ByteFile:
         file = self._open.get(segment)
@@ -251,8 +261,7 @@ def _runs(slots: Sequence[PayloadSlot]) -> list[list[PayloadSlot]]:
     return runs
 
 
-def _intact_body(data: memoryview, slot: PayloadSlot) -> bytes | None:
+def _is_intact(data: memoryview, slot: PayloadSlot) -> bool:
     header, body = data[: _HEADER.size], data[_HEADER.size :]
     expected = _HEADER.pack(slot.num_bytes - _HEADER.size, slot.checksum)
-    is_intact = header == expected and len(data) == slot.num_bytes and zlib.crc32(body) == slot.checksum
-    return bytes(body) if is_intact else None
+    return header == expected and len(data) == slot.num_bytes and zlib.crc32(body) == slot.checksum

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flexmarl.core.ids import PolicyName, SampleKey, TrajectoryKey
 from flexmarl.core.records import FinishReason, TokenColumn
+from flexmarl.store.batch import PackedBatch
 from flexmarl.store.lifecycle import RowMove, RowStatus
 from flexmarl.store.packing import PackedSample, PackedTurn
 from flexmarl.store.payload import PayloadEnd, PayloadReader, PayloadSlot
@@ -43,8 +44,8 @@ def status_in(statuses: Iterable[RowStatus]) -> str:
     return "(" + " OR ".join(f"status='{status}'" for status in statuses) + ")"
 
 
-_IS_READY = f"{status_in([RowStatus.READY])} AND lease_id IS NULL"
-"""As the partial index on open rows finds it, in key order."""
+IS_READY = status_in([RowStatus.READY])
+"""As the partial index on ready rows finds them, in key order."""
 
 
 def key_values(key: SampleKey) -> tuple[int, int, int, str, int, int]:
@@ -79,9 +80,12 @@ class RowReader:
         self.name = table_name(policy, number)
         self._connection = connection
         self._payload = payload
-        self._index = '"' + f"open_{number}_{policy}".replace('"', '""') + '"'
-        # Named, because SQLite prefers the primary key, which would read the whole step for a few open rows.
-        self._by_status = f"{self.name} INDEXED BY {self._index}"
+        self._ready_index, self._lease_index = (
+            '"' + f"{kind}_{number}_{policy}".replace('"', '""') + '"' for kind in ("ready", "leased")
+        )
+        # Named, because SQLite prefers the primary key, which would read the whole step for a few rows.
+        self._ready_rows = f"{self.name} INDEXED BY {self._ready_index}"
+        self._leased_rows = f"{self.name} INDEXED BY {self._lease_index}"
 
     # --- keys and states ----------------------------------------------------------------------------------------------
 
@@ -112,7 +116,7 @@ class RowReader:
     def ready(self, step: int) -> list[tuple[SampleKey, int]]:
         """Return ready rows in key order with their numbers of tokens."""
         found = self._connection.execute(
-            f"SELECT {KEY}, num_tokens FROM {self._by_status} WHERE step=? AND {_IS_READY} ORDER BY {KEY}",
+            f"SELECT {KEY}, num_tokens FROM {self._ready_rows} WHERE step=? AND {IS_READY} ORDER BY {KEY}",
             (step,),
         )
         return [(SampleKey(*columns[:6]), columns[6]) for columns in found]
@@ -175,14 +179,9 @@ class RowReader:
             body=body,
         )
 
-    def samples(
-        self, where: str, values: Sequence[object], *, by_status: bool = True, limit: int = -1
-    ) -> list[PackedSample]:
-        """Return rows with everything that training needs, in key order; at most `limit`, or all with -1."""
-        table = self._by_status if by_status else self.name
-        found = self._connection.execute(
-            f"SELECT {_SAMPLE} FROM {table} WHERE {where} ORDER BY {KEY} LIMIT {limit:d}", values
-        )
+    def _samples(self, table: str, where: str, values: Sequence[object]) -> list[PackedSample]:
+        """Return rows with everything that training needs, in key order."""
+        found = self._connection.execute(f"SELECT {_SAMPLE} FROM {table} WHERE {where} ORDER BY {KEY}", values)
         rows = found.fetchall()
         bodies = self._payload.read_many([PayloadSlot(*row[11:15]) for row in rows])
         tokens: list[dict[TokenColumn, bytes]] = [{} for _ in rows]
@@ -200,7 +199,7 @@ class RowReader:
     def committed_samples(self, keys: Sequence[SampleKey]) -> list[PackedSample]:
         """Return committed rows by their keys, of one step."""
         where = f"{KEY_IS} AND {status_in([RowStatus.COMMITTED])}"
-        return [sample for key in keys for sample in self.samples(where, key_values(key), by_status=False)]
+        return [sample for key in keys for sample in self._samples(self.name, where, key_values(key))]
 
     def scored(self, step: int, column: TokenColumn) -> list[tuple[SampleKey, bytes]]:
         """Return the filled token columns of a step's live rows in key order."""
@@ -212,13 +211,27 @@ class RowReader:
         bodies = self._payload.read_many([PayloadSlot(*row[6:]) for row in found])
         return [(SampleKey(*row[:6]), body) for row, body in zip(found, bodies, strict=True)]
 
-    def ready_samples(self, step: int, limit: int) -> list[PackedSample]:
+    def ready_batch(self, step: int, limit: int) -> PackedBatch:
         """Return at most `limit` ready rows in key order."""
-        return self.samples(f"step=? AND {_IS_READY}", (step,), limit=limit)
+        found = self._connection.execute(
+            f"SELECT {_SAMPLE} FROM {self._ready_rows} WHERE step=? AND {IS_READY} ORDER BY {KEY} LIMIT ?",
+            (step, limit),
+        ).fetchall()
+        content, places = self._payload.read_records([PayloadSlot(*row[11:15]) for row in found])
+        rows = [(*row[:11], *row[15:17], *place) for row, place in zip(found, places, strict=True)]
+        tokens = {}
+        for number, column in enumerate(TokenColumn):
+            first = 17 + 4 * number
+            slots = [None if row[first] is None else PayloadSlot(*row[first : first + 4]) for row in found]
+            if any(slots):
+                bodies = iter(self._payload.read_many([slot for slot in slots if slot is not None]))
+                tokens[column] = [None if slot is None else next(bodies) for slot in slots]
+        return PackedBatch(policy=self.policy, rows=rows, content=content, token_columns=tokens)
 
     def leased_samples(self, step: int, lease_id: int) -> list[PackedSample]:
         """Return the rows of an active lease in key order."""
-        return self.samples(f"step=? AND {status_in([RowStatus.LEASED])} AND lease_id=?", (step, lease_id))
+        where = f"step=? AND {status_in([RowStatus.LEASED])} AND lease_id=?"
+        return self._samples(self._leased_rows, where, (step, lease_id))
 
     def tokens_of(self, column: TokenColumn, key: SampleKey) -> bytes | None:
         """Return the token column of the key's live row, or None when it is empty."""

@@ -16,6 +16,7 @@ from flexmarl.store.lifecycle import OPEN_STATUSES, RowMove, RowStatus
 from flexmarl.store.packing import PackedTurn, body_counts
 from flexmarl.store.payload import PayloadLog
 from flexmarl.store.row_reader import (
+    IS_READY,
     KEY,
     KEY_IS,
     SLOT,
@@ -55,7 +56,7 @@ class PolicyTable(RowReader):
         self._is_complete = " AND ".join([*bits, *(f"has_{column}" for column in self.required_tokens)])
 
     def create(self) -> None:
-        """Create the table and the partial index on its open rows."""
+        """Create the table and its partial indexes."""
         user = "".join(
             f"{column.sql_name} {column.sql_type}, {column.ready_bit} INTEGER NOT NULL DEFAULT 0, "
             for column in self.user_columns
@@ -77,9 +78,11 @@ class PolicyTable(RowReader):
             "status TEXT NOT NULL, reason TEXT, lease_id INTEGER, "
             f"num_passes INTEGER NOT NULL DEFAULT 0, PRIMARY KEY ({KEY}, attempt)) WITHOUT ROWID"
         )
+        # SQLite appends the rest of the primary key, so the index also gives key order.
+        self._connection.execute(f"CREATE INDEX {self._ready_index} ON {self.name} (step) WHERE {IS_READY}")
+        # Without the status, so that rows that are acknowledged, sealed or committed change in one place.
         self._connection.execute(
-            # SQLite appends the rest of the primary key, so the index also gives key order.
-            f"CREATE INDEX {self._index} ON {self.name} (step, status, lease_id) WHERE {status_in(OPEN_STATUSES)}"
+            f"CREATE INDEX {self._lease_index} ON {self.name} (lease_id) WHERE lease_id IS NOT NULL"
         )
 
     # --- turns --------------------------------------------------------------------------------------------------------
@@ -206,11 +209,11 @@ class PolicyTable(RowReader):
         """Move ready rows to leased and return how many could be moved."""
         return self._move_many(RowMove.LEASE, keys, lease_id=lease_id)
 
-    def lease_through(self, last: SampleKey, lease_id: int) -> int:
+    def lease_through(self, last: tuple[object, ...], lease_id: int) -> int:
         """Move the ready rows of a step, in key order up to `last`, to leased and return how many."""
-        where = "step=? AND lease_id IS NULL AND (query, trajectory, agent, branch, turn) <= (?,?,?,?,?)"
-        statement = self._move_statement(self._by_status, RowMove.LEASE, where, {"lease_id": "?"})
-        return self._connection.execute(statement, (lease_id, *key_values(last))).rowcount
+        where = "step=? AND (query, trajectory, agent, branch, turn) <= (?,?,?,?,?)"
+        statement = self._move_statement(self._ready_rows, RowMove.LEASE, where, {"lease_id": "?"})
+        return self._connection.execute(statement, (lease_id, *last)).rowcount
 
     def lease_again(self, keys: Sequence[SampleKey], lease_id: int, *, holder: HolderId, num_passes: int) -> int:
         """Move rows that their holder has acknowledged for so many passes to leased and return how many."""
@@ -221,13 +224,13 @@ class PolicyTable(RowReader):
     def move_leased(self, move: RowMove, step: int, lease_id: int) -> int:
         """Move the rows of a lease from the move's one source and return how many could be moved."""
         assign = {"num_passes": "num_passes+1"} if move is RowMove.ACKNOWLEDGE else {}
-        statement = self._move_statement(self._by_status, move, "step=? AND lease_id=?", assign)
+        statement = self._move_statement(self._leased_rows, move, "step=? AND lease_id=?", assign)
         return self._connection.execute(statement, (step, lease_id)).rowcount
 
     def release(self, move: RowMove, step: int, lease_id: int) -> list[SampleKey]:
         """Move the rows of a lease back to ready and return them."""
         condition = f"step=? AND {status_in(move.sources)} AND lease_id=?"
-        found = self._connection.execute(f"SELECT {KEY} FROM {self.name} WHERE {condition}", (step, lease_id))
+        found = self._connection.execute(f"SELECT {KEY} FROM {self._leased_rows} WHERE {condition}", (step, lease_id))
         keys = [SampleKey(*columns) for columns in found]
         self._move(move, "step=? AND lease_id=?", (step, lease_id), lease_id=None, num_passes=0)
         return keys

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 from flexmarl.core.codec import from_plain, to_plain
 from flexmarl.core.errors import StoreError
 from flexmarl.core.ids import SampleKey
+from flexmarl.core.records import OutcomeRecord
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Rises when a table or a record changes so that older code would misread it."""
 
 _TABLES = """
@@ -107,15 +108,41 @@ def encode_record(record: object) -> str:
     return _JSON.encode(to_plain(record))
 
 
+def encode_outcome(outcome: OutcomeRecord) -> str:
+    """Return what `encode_record` does, sooner: there is one for every trajectory."""
+    key = outcome.trajectory
+    plain = {
+        "trajectory": {"step": key.step, "query": key.query, "trajectory": key.trajectory},
+        "attempt": outcome.attempt,
+        "rewards": dict(outcome.rewards),
+        "turn_rewards": to_plain(outcome.turn_rewards) if outcome.turn_rewards else [],
+        "turns": [
+            {
+                "step": turn.step,
+                "query": turn.query,
+                "trajectory": turn.trajectory,
+                "agent": turn.agent,
+                "branch": turn.branch,
+                "turn": turn.turn,
+            }
+            for turn in outcome.turns
+        ],
+        "success": outcome.success,
+        "metrics": dict(outcome.metrics),
+        "turn_columns": to_plain(outcome.turn_columns) if outcome.turn_columns else [],
+    }
+    return _JSON.encode(plain)
+
+
 def decode_record(cls: type[T], text: str) -> T:
     """Return the record that `encode_record` wrote."""
     plain: Any = json.loads(text)
     return from_plain(cls, plain)
 
 
-def encode_keys(keys: Sequence[SampleKey]) -> str:
-    """Return the rows of a lease as JSON, without their step."""
-    return json.dumps([(key.query, key.trajectory, key.agent, key.branch, key.turn) for key in keys])
+def encode_keys(keys: Sequence[tuple[int, int, str, int, int]]) -> str:
+    """Return the rows of a lease as JSON; their keys are given without the step."""
+    return _JSON.encode(keys)
 
 
 def decode_keys(step: int, text: str) -> list[SampleKey]:

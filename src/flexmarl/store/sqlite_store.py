@@ -1,11 +1,12 @@
 """`SqliteStore`: the experience store of one run, over an SQLite index and a payload file.
 
-Every method hands one blocking function to the runtime's `call` (`operations.py`); there is no other concurrency in the
-store. Each function is one transaction.
+Every method hands one blocking function to the runtime's `call` (`operations.py`), or runs it in its turn where there
+is none; there is no other concurrency in the store. Each function is one transaction.
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,10 +26,11 @@ from flexmarl.core.records import (
     TurnRow,
 )
 from flexmarl.store import attempts, bulk, leases, steps
+from flexmarl.store.batch import PackedBatch
 from flexmarl.store.database import FolderLock
 from flexmarl.store.index import Index
 from flexmarl.store.operations import BlockingCall, OperationQueue
-from flexmarl.store.packing import PackedSample, PackedTrajectory, pack_finished, unpack_sample
+from flexmarl.store.packing import PackedTrajectory, pack_finished, unpack_sample
 from flexmarl.store.recovery import RecoveryReport, open_folder, open_in_memory
 
 
@@ -41,7 +43,9 @@ def lease(index: Index, *args: Any) -> tuple[Lease, list[Sample]]:
 class SqliteStore(OperationQueue):
     """An `ExperienceStore`. A folder has one owner at a time; `None` keeps everything in memory."""
 
-    def __init__(self, index: Index, lock: FolderLock | None, recovery: RecoveryReport, call: BlockingCall) -> None:
+    def __init__(
+        self, index: Index, lock: FolderLock | None, recovery: RecoveryReport, call: BlockingCall | None
+    ) -> None:
         """Take over opened files; use `open`."""
         super().__init__(index, call)
         self._lock = lock
@@ -54,11 +58,12 @@ class SqliteStore(OperationQueue):
     async def open(
         cls,
         folder: Path | None,
-        call: BlockingCall,
+        call: BlockingCall | None,
         columns: Mapping[PolicyName, PolicyColumns] | None = None,
     ) -> Self:
         """Open the store in `folder`, or create it, and release what the process that had it before was working on.
 
+        A `call` of None runs every operation in the event loop's thread: for a process that only owns the store.
         `columns` are the data columns of each policy's table beside the built-in ones; None takes what the store has.
 
         Raises:
@@ -66,8 +71,10 @@ class SqliteStore(OperationQueue):
             StoreError: the folder is in use, not writable, damaged, written by other code, or has other columns.
         """
         if folder is None:
-            return cls(await call(open_in_memory, columns), None, RecoveryReport(), call)
-        index, lock, recovery = await call(open_folder, folder, columns)
+            index = open_in_memory(columns) if call is None else await call(open_in_memory, columns)
+            return cls(index, None, RecoveryReport(), call)
+        opened = open_folder(folder, columns) if call is None else await call(open_folder, folder, columns)
+        index, lock, recovery = opened
         return cls(index, lock, recovery, call)
 
     def _after_batch(self) -> None:
@@ -112,11 +119,11 @@ class SqliteStore(OperationQueue):
             ConfigError: a reward or user column is missing or wrong.
             InvariantError: a trajectory was not dispatched, was begun in another way, or was put with other content.
         """
-        await self.put_packed([pack_finished(each) for each in trajectories])
+        await self.start_put([pack_finished(each) for each in trajectories])
 
-    async def put_packed(self, trajectories: Sequence[PackedTrajectory]) -> None:
+    def start_put(self, trajectories: Sequence[PackedTrajectory]) -> asyncio.Future[None]:
         """Do the same with trajectories that `pack_finished` has checked and packed, perhaps in another process."""
-        await self._run(bulk.put_packed, trajectories)
+        return self._start(bulk.put_packed, trajectories)
 
     async def begin_attempt(self, trajectory: TrajectoryKey) -> int:
         """Return the number of a new attempt (0 is the first); rows of older attempts become superseded with it.
@@ -193,31 +200,75 @@ class SqliteStore(OperationQueue):
         return await self._run(lease, policy, holder, micro_batch_id, keys, num_passes_done)
 
     async def claim(
-        self, policy: PolicyName, step: int, holder: HolderId, micro_batch_id: str, *, max_rows: int, timeout_s: float
+        self,
+        policy: PolicyName,
+        step: int,
+        holder: HolderId,
+        micro_batch_id: str,
+        *,
+        max_rows: int,
+        timeout_s: float,
+        acknowledging: Lease | None = None,
     ) -> tuple[Lease, list[Sample]] | None:
         """Lease up to `max_rows` ready rows in key order; wait for one until the deadline, else return None.
 
-        A caller that gives up waiting must release its holder: the rows may just have been leased to it.
+        `acknowledging` is acknowledged in the same transaction, also when no row is ready. A caller that gives up
+        waiting must release its holder: the rows may just have been leased to it.
 
         Raises:
-            FencedError: the holder was fenced, perhaps while it waited.
+            FencedError: the holder was fenced, perhaps while it waited, or the lease to acknowledge has ended.
         """
-        claimed = await self.claim_packed(policy, step, holder, micro_batch_id, max_rows=max_rows, timeout_s=timeout_s)
-        return None if claimed is None else (claimed[0], [unpack_sample(sample) for sample in claimed[1]])
+        claimed = await self.claim_packed(
+            policy,
+            step,
+            holder,
+            micro_batch_id,
+            max_rows=max_rows,
+            timeout_s=timeout_s,
+            acknowledging=acknowledging,
+        )
+        if claimed is None:
+            return None
+        lease, batch = claimed
+        return replace(lease, keys=batch.keys()), batch.samples()
+
+    def start_claim(
+        self,
+        policy: PolicyName,
+        step: int,
+        holder: HolderId,
+        micro_batch_id: str,
+        *,
+        max_rows: int,
+        acknowledging: Lease | None = None,
+    ) -> asyncio.Future[tuple[Lease, PackedBatch] | None]:
+        """Do the same without waiting for rows, and leave them packed; the lease has no keys, the batch has them."""
+        return self._start(leases.claim, policy, step, holder, micro_batch_id, max_rows, acknowledging)
 
     async def claim_packed(
-        self, policy: PolicyName, step: int, holder: HolderId, micro_batch_id: str, *, max_rows: int, timeout_s: float
-    ) -> tuple[Lease, list[PackedSample]] | None:
-        """Do the same, with samples that `unpack_sample` unpacks, perhaps in another process."""
+        self,
+        policy: PolicyName,
+        step: int,
+        holder: HolderId,
+        micro_batch_id: str,
+        *,
+        max_rows: int,
+        timeout_s: float,
+        acknowledging: Lease | None = None,
+    ) -> tuple[Lease, PackedBatch] | None:
+        """Do the same, and wait for rows."""
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         event = asyncio.Event()
         self._claiming.setdefault(policy, set()).add(event)
         try:
             while True:
                 event.clear()
-                claimed = await self._run(leases.claim, policy, step, holder, micro_batch_id, max_rows)
+                claimed = await self.start_claim(
+                    policy, step, holder, micro_batch_id, max_rows=max_rows, acknowledging=acknowledging
+                )
                 if claimed is not None:
                     return claimed
+                acknowledging = None
                 try:
                     async with asyncio.timeout_at(deadline_s):
                         await event.wait()
@@ -237,7 +288,11 @@ class SqliteStore(OperationQueue):
 
     async def acknowledge(self, lease: Lease) -> None:
         """The holder's gradient cache includes the rows. Raises FencedError when the lease has ended."""
-        await self._run(leases.acknowledge, lease)
+        await self.start_acknowledge(lease)
+
+    def start_acknowledge(self, lease: Lease) -> asyncio.Future[None]:
+        """Do the same."""
+        return self._start(leases.acknowledge, lease)
 
     async def release(self, holder: HolderId) -> list[SampleKey]:
         """The holder is gone: its leased and unsealed acknowledged rows are ready again. Returns them in key order."""
@@ -314,9 +369,11 @@ class SqliteStore(OperationQueue):
 
     async def close(self) -> None:
         """Finish what was begun and release the files. A second call does nothing."""
-        if self._writer is not None:
-            await asyncio.wait([self._writer])
-        await self._call(self._close_blocking)
+        await self._finish()
+        if self._call is None:
+            self._close_blocking()
+        else:
+            await self._call(self._close_blocking)
         self._wake_all()
 
     def _close_blocking(self) -> None:

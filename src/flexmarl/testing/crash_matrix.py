@@ -117,7 +117,7 @@ class Cell:
         actions = {
             "kill": f"kill {role}",
             "stop": f"stop {role} {LATE_S:g}",
-            "wake": f"stop fork_server {LATE_S + 0.5:g} then stop {role} {LATE_S:g}",
+            "wake": f"stop fork_server {LATE_S + 0.15:g} then stop {role} {LATE_S:g}",
         }
         return f"event:step_dispatched/step={self.step},:1 then {moment} then {actions[self.action]}"
 

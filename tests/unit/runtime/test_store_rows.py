@@ -1,5 +1,8 @@
 """Rows keep their content on the store's socket, and what is no row is refused by its type."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import msgpack
 import pytest
 from hypothesis import given
@@ -16,11 +19,12 @@ from flexmarl.runtime.local.store_rows import (
     encode_granted,
     encode_trajectory,
 )
-from flexmarl.store import PackedSample, PackedTrajectory, pack_turn
+from flexmarl.store import PackedBatch, PackedTrajectory, pack_turn
 from flexmarl.store.packing import pack_values
 
 pytestmark = pytest.mark.unit
 
+POLICY = PolicyName("red")
 finite = st.floats(allow_nan=False, allow_infinity=False)
 counts = st.integers(0, 2**40)
 names = st.text(max_size=8)
@@ -32,7 +36,7 @@ def turns(draw: st.DrawFn) -> TurnRow:
     return TurnRow(
         key=SampleKey(draw(counts), draw(counts), draw(counts), AgentName(draw(names)), draw(counts), draw(counts)),
         attempt=draw(counts),
-        policy=PolicyName(draw(names)),
+        policy=POLICY,
         policy_version=draw(counts),
         weights_version=draw(counts),
         prompt_tokens=tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=5))),
@@ -78,24 +82,42 @@ def test_a_trajectory_arrives_as_it_was_sent(packed: PackedTrajectory) -> None:
 def test_a_lease_arrives_as_it_was_sent(rows: list[TurnRow], numbers: tuple[float, float], tokens: list[float]) -> None:
     columns = {TokenColumn.OLD_LOGPROBS: tuple(tokens)}
     samples = [Sample(turn=row, advantage=numbers[0], reward=numbers[1], token_columns=columns) for row in rows]
-    packed = [
-        PackedSample(
-            turn=pack_turn(row),
-            advantage=numbers[0],
-            reward=numbers[1],
-            token_columns={TokenColumn.OLD_LOGPROBS: pack_values(tokens)},
-        )
-        for row in rows
-    ]
+    batch = batch_of(rows, numbers, {TokenColumn.OLD_LOGPROBS: [pack_values(tokens)] * len(rows)})
     lease = Lease(
         lease_id=7,
-        policy=PolicyName("red"),
+        policy=POLICY,
         holder=HolderId("red#0"),
         micro_batch_id="m0",
         keys=tuple(row.key for row in rows),
     )
-    assert decode_granted(sent(encode_granted((lease, packed)))) == (lease, samples)
+    granted = decode_granted(sent(encode_granted((replace(lease, keys=()), batch))))
+    assert granted is not None
+    assert (granted[0], granted[1].samples()) == (lease, samples)
+    for number, row in enumerate(rows):
+        assert tuple(granted[1].prompt_tokens(number)) == row.prompt_tokens
+        assert tuple(granted[1].response_tokens(number)) == row.response_tokens
+        assert tuple(granted[1].logprobs(number)) == row.logprobs
+        assert (granted[1].advantage(number), granted[1].reward(number)) == numbers
     assert decode_granted(sent(encode_granted(None))) is None
+
+
+def batch_of(
+    rows: list[TurnRow], numbers: tuple[float, float], token_columns: Mapping[TokenColumn, list[bytes | None]]
+) -> PackedBatch:
+    """Return rows with bytes of something else before each body."""
+    content, packed = b"", []
+    for row in rows:
+        begin, turn = len(content) + 3, pack_turn(row)
+        content += b"\xff\xff\xff" + turn.body
+        key = row.key
+        packed.append(
+            (
+                *(key.step, key.query, key.trajectory, key.agent, key.branch, key.turn),
+                *(row.attempt, row.policy_version, row.weights_version, row.temperature, row.finish_reason.value),
+                *(*numbers, begin, len(content)),
+            )
+        )
+    return PackedBatch(policy=POLICY, rows=packed, content=content, token_columns=token_columns)
 
 
 GOOD_TURN = [0, 1, 2, "solver", 0, 0, 0, "red", 0, 0, 1.0, "stop", b"\0" * 12]

@@ -21,7 +21,7 @@ from flexmarl.runtime.local.store_wire import (
 
 pytestmark = pytest.mark.unit
 
-OWNERS_ALONE = {"fence", "release", "prune", "rewind", "close"}
+OWNERS_ALONE = {"declare", "fence", "release", "prune", "rewind", "close"}
 
 
 def methods(cls: type) -> set[str]:

@@ -84,6 +84,38 @@ def test_a_claim_takes_the_first_ready_rows_in_key_order(store: SqliteStore) -> 
     assert counts(store) == {"leased": 2, "acknowledged": 2}
 
 
+def test_g2_a_claim_acknowledges_the_lease_before_it_in_one_transaction(store: SqliteStore) -> None:
+    def next_claim(micro_batch_id: str, lease: Lease, holder: HolderId = HOLDER) -> tuple[Lease, list[Sample]] | None:
+        return run(store.claim(RED, 0, holder, micro_batch_id, max_rows=2, timeout_s=0.0, acknowledging=lease))
+
+    first = run(claim(store))
+    assert first is not None
+    statements: list[str] = []
+    assert store._index is not None
+    store._index.connection.set_trace_callback(statements.append)
+    second = next_claim("m1", first[0])
+    store._index.connection.set_trace_callback(None)
+    assert sum(statement.startswith("COMMIT") for statement in statements) == 1
+    assert second is not None
+    assert counts(store) == {"acknowledged": 2, "leased": 2}
+    # Also when there is no row; a second time it changes nothing.
+    assert next_claim("m2", second[0]) is None
+    assert next_claim("m2", second[0]) is None
+    assert counts(store) == {"acknowledged": 4}
+    run(store.fence(HOLDER))
+    with pytest.raises(FencedError, match="has ended"):
+        next_claim("m3", second[0], NEXT_HOLDER)
+    assert counts(store) == {"ready": 4}
+
+
+def test_g2_a_claim_that_fails_acknowledges_nothing(store: SqliteStore) -> None:
+    granted = run(claim(store))
+    assert granted is not None
+    with pytest.raises(InvariantError, match="has been leased before"):
+        run(store.claim(RED, 0, HOLDER, "m0", max_rows=1, timeout_s=0.0, acknowledging=granted[0]))
+    assert counts(store) == {"leased": 2, "ready": 2}
+
+
 def test_a_claim_of_a_used_micro_batch_id_or_of_nothing_is_our_bug(store: SqliteStore) -> None:
     run(claim(store))
     with pytest.raises(InvariantError, match="micro-batch m0 of 'red', step 0, has been leased before"):

@@ -44,6 +44,29 @@ def test_operations_that_wait_together_are_one_transaction(tmp_path: Path) -> No
     assert sum(statement.startswith("COMMIT") for statement in statements) == 2
 
 
+def test_without_a_call_operations_are_grouped_too_and_close_finishes_them(tmp_path: Path) -> None:
+    async def scenario() -> list[str]:
+        store = await SqliteStore.open(tmp_path, None)
+        assert store._index is not None
+        await store.open_step(dispatch())
+        statements: list[str] = []
+        store._index.connection.set_trace_callback(statements.append)
+        begun = [asyncio.ensure_future(store.begin_attempt(TrajectoryKey(0, query, 0))) for query in range(3)]
+        undispatched = asyncio.ensure_future(store.begin_attempt(TrajectoryKey(0, 9, 0)))
+        await asyncio.sleep(0)  # they wait for their turn
+        await store.close()
+        assert await asyncio.gather(*begun) == [0, 0, 0]
+        with pytest.raises(InvariantError, match="was not dispatched"):
+            await undispatched
+        with pytest.raises(InvariantError, match="was closed before"):
+            await store.last_commit()
+        return statements
+
+    statements = asyncio.run(scenario())
+
+    assert sum(statement.startswith("COMMIT") for statement in statements) == 1
+
+
 def test_an_operation_that_fails_leaves_the_others_of_its_group(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = await opened(tmp_path, [])

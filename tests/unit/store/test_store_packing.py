@@ -17,6 +17,7 @@ from flexmarl.store.packing import (
     unpack_turn,
     unpack_values,
 )
+from flexmarl.store.schema import encode_outcome, encode_record
 
 pytestmark = pytest.mark.unit
 
@@ -103,6 +104,20 @@ def test_the_reward_of_a_turn_is_its_own_or_that_of_its_agent() -> None:
     assert packed.rewards == (0.25, -1.0, 2.0)
     assert packed.columns == ({}, {}, {"level": 3})
     assert [turn.policy for turn in packed.turns] == [RED, RED, BLUE]
+
+
+def test_an_outcome_is_written_as_every_record_is() -> None:
+    bare = outcome(SOLVER.trajectory_key, [SOLVER])
+    full = dataclasses.replace(
+        bare,
+        turns=(CHECKER, SOLVER),
+        success=True,
+        metrics={"b": 1.5, "a": 2.0},
+        turn_rewards=(TurnReward(key=SOLVER, reward=-1.0),),
+        turn_columns=(TurnColumns(key=CHECKER, values={"level": 3}),),
+    )
+    assert encode_outcome(bare) == encode_record(bare)
+    assert encode_outcome(full) == encode_record(full)
 
 
 def test_g10_a_turn_without_any_reward_names_it_and_the_fix() -> None:

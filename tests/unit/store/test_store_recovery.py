@@ -27,6 +27,7 @@ from store_builders import (
 
 from flexmarl.core.errors import FencedError, StoreError
 from flexmarl.store import RecoveryReport, SqliteStore, database
+from flexmarl.store.schema import FORMAT_VERSION
 
 pytestmark = pytest.mark.unit
 
@@ -167,13 +168,13 @@ def test_rewinding_gives_the_payload_bytes_back(tmp_path: Path) -> None:
     run(store.close())
 
 
-@pytest.mark.parametrize("found", [1, 3])
+@pytest.mark.parametrize("found", [FORMAT_VERSION - 1, FORMAT_VERSION + 1])
 def test_a_store_of_older_or_newer_code_is_refused_by_name(tmp_path: Path, found: int) -> None:
     run(_committed_step(tmp_path).close())
     with sqlite3.connect(tmp_path / "index.db") as connection:
         connection.execute("UPDATE meta SET value=? WHERE name='format_version'", (found,))
     connection.close()
-    message = rf"index\.db has store format_version {found}, this version of FlexMARL reads 2: use the version of Fl"
+    message = rf"index\.db has store format_version {found}, this version of FlexMARL reads {FORMAT_VERSION}: use"
     with pytest.raises(StoreError, match=message):
         open_store(tmp_path)
 

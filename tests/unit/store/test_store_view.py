@@ -31,6 +31,7 @@ from flexmarl.core.protocols import PolicyColumns
 from flexmarl.core.records import OutcomeRecord, StepExtension, TokenColumn, TokenValues, TrajectoryFailure, TurnColumns
 from flexmarl.store import SqliteStore
 from flexmarl.store.lifecycle import LeaseStatus, RowStatus
+from flexmarl.store.schema import FORMAT_VERSION
 from flexmarl.store.view import StoreView
 from flexmarl.store.view_records import LeaseView, RewardSummary, RowCounts, SealView
 
@@ -182,9 +183,11 @@ def test_g10_what_cannot_be_shown_names_the_folder_and_the_reason(store: SqliteS
     with pytest.raises(StoreError, match="nowhere has no experience store .*: give the folder of a run that has begun"):
         StoreView.open(tmp_path / "nowhere")
     with sqlite3.connect(tmp_path / "index.db") as connection:
-        connection.execute("UPDATE meta SET value=3 WHERE name='format_version'")
+        connection.execute("UPDATE meta SET value=value+1 WHERE name='format_version'")
     connection.close()
-    with pytest.raises(StoreError, match="format_version 3, this version of FlexMARL reads 2"):
+    with pytest.raises(
+        StoreError, match=f"format_version {FORMAT_VERSION + 1}, this version of FlexMARL reads {FORMAT_VERSION}"
+    ):
         StoreView.open(tmp_path)
     other = tmp_path / "other"
     other.mkdir()

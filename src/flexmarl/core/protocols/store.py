@@ -178,11 +178,21 @@ class ExperienceStore(Protocol):
         ...
 
     async def claim(
-        self, policy: PolicyName, step: int, holder: HolderId, micro_batch_id: str, *, max_rows: int, timeout_s: float
+        self,
+        policy: PolicyName,
+        step: int,
+        holder: HolderId,
+        micro_batch_id: str,
+        *,
+        max_rows: int,
+        timeout_s: float,
+        acknowledging: Lease | None = None,
     ) -> tuple[Lease, list[Sample]] | None:
         """Lease up to `max_rows` ready rows in key order; wait for one until the deadline, else return None.
 
-        Wakes when rows become ready, without polling. Raises FencedError when the holder was fenced.
+        `acknowledging`, a lease of the holder, is acknowledged in the same transaction, also when no row is ready; an
+        error leaves both undone. Wakes when rows become ready, without polling. Raises FencedError when the holder was
+        fenced, or the lease to acknowledge has ended.
         """
         ...
 

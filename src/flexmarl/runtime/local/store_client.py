@@ -4,17 +4,14 @@ Errors are those of the store, raised here as the same classes. A client may be 
 one after the other.
 """
 
-import contextlib
-import socket
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from flexmarl.core.codec import from_plain
-from flexmarl.core.errors import BackendError, FlexMARLError, InvariantError, StoreError
+from flexmarl.core.errors import FlexMARLError, InvariantError
 from flexmarl.core.ids import HolderId, PolicyName, SampleKey, TrajectoryKey
 from flexmarl.core.protocols import AdvantageValue, Lease, PolicyProgress, StoredStep
 from flexmarl.core.records import (
@@ -30,140 +27,30 @@ from flexmarl.core.records import (
     TrajectoryFailure,
     TurnRow,
 )
+from flexmarl.runtime.local.store_line import Line
 from flexmarl.runtime.local.store_rows import decode_granted, encode_lease, encode_trajectory
 from flexmarl.runtime.local.store_wire import (
     ACKNOWLEDGE,
     BEAT,
     CLAIM,
     HELLO,
-    MAX_FRAME_BYTES,
     PUT_FINISHED,
     WIRE_VERSION,
     encode_arguments,
-    frame_of,
     operation,
-    raised_by,
-    read_body,
-    socket_address,
 )
-from flexmarl.runtime.local.wire import FrameCutter
-from flexmarl.store import pack_finished
+from flexmarl.store import PackedBatch, pack_finished
 
 _BEATS_PER_TIMEOUT = 5
 _MAX_PUTS = 8
 """Under way at most from one client, so that an owner that is slower holds its client up, not its memory."""
-_READ_BYTES = 256 * 1024
-_NOT_ACCEPTED_S = 5.0
-"""How long an owner may take to accept a connection."""
-
-
-class _Line:
-    """One connection to the owner: a request, then its answer."""
-
-    def __init__(self, folder: Path) -> None:
-        """Connect.
-
-        Raises:
-            StoreError: nobody lends the store in this folder.
-        """
-        self._where = str(folder)
-        self._lock = threading.RLock()
-        self._num_requests = 0
-        self._cutter = FrameCutter(max_bytes=MAX_FRAME_BYTES)
-        self._bodies: deque[bytes] = deque()
-        self._answers: dict[int, tuple[str | None, Any]] = {}
-        """Of requests that were sent and whose answer nobody has taken."""
-        self._is_over = False
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._sock.settimeout(_NOT_ACCEPTED_S)
-        try:
-            with socket_address(folder) as address:
-                self._sock.connect(address)
-        except OSError as error:
-            self._sock.close()
-            raise StoreError(f"nobody lends the store in {folder}: {error}; start its owner first") from error
-
-    def ask(self, name: str, plain: Sequence[Any], timeout_s: float) -> Any:
-        """Return the result of a request as plain data.
-
-        Raises:
-            FlexMARLError: what the owner raised.
-            StoreError: the owner ended the connection, or did not answer in time; the line is closed then.
-        """
-        with self._lock:
-            return self.receive(self.send(name, plain, timeout_s), timeout_s)
-
-    def send(self, name: str, plain: Sequence[Any], timeout_s: float) -> int:
-        """Send a request and return its number, for `receive`; raises StoreError like `ask`."""
-        with self._lock:
-            self._num_requests += 1
-            frame = frame_of([self._num_requests, name, plain])
-            with self._translated(timeout_s):
-                self._sock.sendall(frame)
-            return self._num_requests
-
-    def receive(self, number: int, timeout_s: float) -> Any:
-        """Return the result of a request that was sent; raises like `ask`."""
-        with self._lock:
-            while number not in self._answers:
-                with self._translated(timeout_s):
-                    answered, kind, value = read_body(self._read_frame())
-                if answered is None:
-                    self.close()
-                    raise raised_by(kind, value)
-                self._answers[answered] = (kind, value)
-            kind, value = self._answers.pop(number)
-        if kind is not None:
-            raise raised_by(kind, value)
-        return value
-
-    @contextmanager
-    def _translated(self, timeout_s: float) -> Iterator[None]:
-        """Raise what happens to the connection as a StoreError that says so."""
-        if self._is_over:
-            raise StoreError(f"the connection to the store in {self._where} is closed")
-        self._sock.settimeout(timeout_s)
-        try:
-            yield
-        except TimeoutError as error:
-            self.close()
-            raise StoreError(f"the owner of the store in {self._where} did not answer for {timeout_s:g} s") from error
-        except OSError as error:
-            parting = self._parting_words()
-            self.close()
-            raise StoreError(f"the owner of the store in {self._where} is gone: {parting or error}") from error
-
-    def _parting_words(self) -> str | None:
-        """Return why the owner hung up: it says so before it does."""
-        try:
-            while True:
-                answered, _, message = read_body(self._read_frame())
-                if answered is None:
-                    return str(message)
-        except (OSError, BackendError):
-            return None
-
-    def _read_frame(self) -> bytes:
-        while not self._bodies:
-            data = self._sock.recv(_READ_BYTES)
-            if not data:
-                raise ConnectionError("it ended the connection")
-            self._bodies += self._cutter.feed(data)
-        return self._bodies.popleft()
-
-    def close(self) -> None:
-        """Hang up; a call in another thread that waits for its answer fails."""
-        self._is_over = True
-        with contextlib.suppress(OSError):  # the owner was first
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
 
 
 class _Heartbeat:
     """A thread that does nothing but tell the owner that this process lives, over a connection of its own."""
 
     def __init__(self, folder: Path, holder: HolderId, *, holder_timeout_s: float) -> None:
-        self._line = _Line(folder)
+        self._line = Line(folder)
         self._holder = holder
         self._timeout_s = holder_timeout_s
         self._is_stopped = threading.Event()
@@ -182,6 +69,14 @@ class _Heartbeat:
         self._is_stopped.set()
         self._line.close()
         self._thread.join()
+
+
+class SentClaim(NamedTuple):
+    """A claim that is under way."""
+
+    number: int
+    wait_s: float
+    """How long its answer may take."""
 
 
 class StoreClient:
@@ -203,7 +98,7 @@ class StoreClient:
         """
         self.holder = holder
         self._call_timeout_s = call_timeout_s
-        self._line = _Line(folder)
+        self._line = Line(folder)
         self._puts: deque[int] = deque()
         """Calls of `put_finished_soon` without an answer so far, oldest first."""
         self._heartbeat: _Heartbeat | None = None
@@ -315,15 +210,67 @@ class StoreClient:
         return granted
 
     def claim(
-        self, policy: PolicyName, step: int, micro_batch_id: str, *, max_rows: int, timeout_s: float
+        self,
+        policy: PolicyName,
+        step: int,
+        micro_batch_id: str,
+        *,
+        max_rows: int,
+        timeout_s: float,
+        acknowledging: Lease | None = None,
     ) -> tuple[Lease, list[Sample]] | None:
         """Lease up to `max_rows` ready rows; wait for one up to `timeout_s`, else return None.
 
+        Acknowledges a lease in the same transaction, also when no row is ready; an error leaves both undone.
+
         Raises:
-            FencedError: the owner took this client for dead; connect again under a new holder.
+            FencedError: the owner took this client for dead, so that the lease to acknowledge has ended too; connect
+                again under a new holder.
         """
-        arguments = [policy, step, self._own_holder(CLAIM), micro_batch_id, max_rows, timeout_s]
-        return decode_granted(self._line.ask(CLAIM, arguments, self._call_timeout_s + timeout_s))
+        granted = self.claim_packed(
+            policy, step, micro_batch_id, max_rows=max_rows, timeout_s=timeout_s, acknowledging=acknowledging
+        )
+        return None if granted is None else (granted[0], granted[1].samples())
+
+    def claim_packed(
+        self,
+        policy: PolicyName,
+        step: int,
+        micro_batch_id: str,
+        *,
+        max_rows: int,
+        timeout_s: float,
+        acknowledging: Lease | None = None,
+    ) -> tuple[Lease, PackedBatch] | None:
+        """Do the same and leave the rows packed: their numbers are views of what came. The fast way out."""
+        return self.receive_claim(
+            self.send_claim(
+                policy, step, micro_batch_id, max_rows=max_rows, timeout_s=timeout_s, acknowledging=acknowledging
+            )
+        )
+
+    def send_claim(
+        self,
+        policy: PolicyName,
+        step: int,
+        micro_batch_id: str,
+        *,
+        max_rows: int,
+        timeout_s: float,
+        acknowledging: Lease | None = None,
+    ) -> "SentClaim":
+        """Send the request of `claim_packed` alone, so that the owner works on it while the caller does something else.
+
+        `receive_claim` must follow: the rows are this holder's whether or not it asks for them.
+        """
+        lease = None if acknowledging is None else encode_lease(acknowledging)
+        arguments = [policy, step, self._own_holder(CLAIM), micro_batch_id, max_rows, float(timeout_s), lease]
+        wait_s = self._call_timeout_s + timeout_s
+        return SentClaim(self._line.send(CLAIM, arguments, wait_s), wait_s)
+
+    def receive_claim(self, sent: "SentClaim") -> tuple[Lease, PackedBatch] | None:
+        """Return the result of a claim that was sent."""
+        return decode_granted(self._line.receive(sent.number, sent.wait_s))
 
     def acknowledge(self, lease: Lease) -> None:
         """The holder's gradient cache includes the rows. Raises FencedError when the lease has ended."""

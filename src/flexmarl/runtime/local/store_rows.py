@@ -3,26 +3,26 @@
     turn        [step, query, trajectory, agent, branch, turn, attempt, policy, policy_version, weights_version,
                  temperature, finish_reason, body]
     trajectory  [step, query, trajectory, record, turns, rewards, advantages, columns]
-    sample      [turn, advantage, reward, {token column: body}]
-    lease       [lease_id, policy, holder, micro_batch_id]; its keys are those of the samples that come with it, and
+    lease       [lease_id, policy, holder, micro_batch_id]; its keys are those of the rows that come with it, and
                  nobody needs them where it goes back
+    granted     [lease, rows of a PackedBatch, its content, {token column: bodies}]
 
 Bad input raises ConfigError.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from flexmarl.core.errors import ConfigError
-from flexmarl.core.ids import SampleKey, TrajectoryKey
+from flexmarl.core.ids import HolderId, PolicyName, SampleKey, TrajectoryKey
 from flexmarl.core.protocols import Lease
-from flexmarl.core.records import FinishReason, Sample, TokenColumn
-from flexmarl.store import PackedSample, PackedTrajectory, PackedTurn, unpack_sample
+from flexmarl.core.records import FinishReason, TokenColumn
+from flexmarl.store import PackedBatch, PackedTrajectory, PackedTurn
 
 _TURN = (int, int, int, str, int, int, int, str, int, int, float, str, bytes)
 _TRAJECTORY = (int, int, int, str, list, list, list, list)
-_SAMPLE = (list, float, float, dict)
 _LEASE = (int, str, str, str)
+_CLAIM = (str, int, str, str, int, float)
+_GRANTED = (list, list, bytes, dict)
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 _TOKEN_COLUMNS = {column.value: column for column in TokenColumn}
 
@@ -113,37 +113,6 @@ def decode_trajectories(plain: Any) -> list[PackedTrajectory]:
     return [decode_trajectory(each) for each in plain[0]]
 
 
-def encode_samples(samples: Sequence[PackedSample]) -> list[Any]:
-    """Return samples as plain data."""
-    return [
-        [
-            encode_turn(sample.turn),
-            float(sample.advantage),
-            float(sample.reward),
-            {column.value: body for column, body in sample.token_columns.items()},
-        ]
-        for sample in samples
-    ]
-
-
-def decode_samples(plain: Any) -> list[Sample]:
-    """Return what `encode_samples` wrote, with its lists."""
-    return [_decode_sample(each) for each in plain]
-
-
-def _decode_sample(plain: Any) -> Sample:
-    _require(plain, _SAMPLE, "sample")
-    turn, advantage, reward, tokens = plain
-    return unpack_sample(
-        PackedSample(
-            turn=decode_turn(turn),
-            advantage=advantage,
-            reward=reward,
-            token_columns={_TOKEN_COLUMNS[column]: body for column, body in tokens.items()},
-        )
-    )
-
-
 def encode_lease(lease: Lease) -> list[Any]:
     """Return a lease as plain data."""
     return [lease.lease_id, lease.policy, lease.holder, lease.micro_batch_id]
@@ -155,15 +124,33 @@ def decode_lease(plain: Any, keys: tuple[SampleKey, ...] = ()) -> Lease:
     return Lease(lease_id=plain[0], policy=plain[1], holder=plain[2], micro_batch_id=plain[3], keys=keys)
 
 
-def encode_granted(granted: tuple[Lease, Sequence[PackedSample]] | None) -> list[Any] | None:
+def decode_claim(plain: Any) -> tuple[PolicyName, int, HolderId, str, int, float, Lease | None]:
+    """Return the arguments of `claim`."""
+    _require(plain[:-1] if isinstance(plain, list) else plain, _CLAIM, "claim, but for its lease to acknowledge,")
+    policy, step, holder, micro_batch_id, max_rows, timeout_s, lease = plain
+    acknowledging = None if lease is None else decode_lease(lease)
+    return policy, step, holder, micro_batch_id, max_rows, timeout_s, acknowledging
+
+
+def encode_granted(granted: tuple[Lease, PackedBatch] | None) -> list[Any] | None:
     """Return a lease with its rows as plain data."""
-    return None if granted is None else [encode_lease(granted[0]), encode_samples(granted[1])]
+    if granted is None:
+        return None
+    lease, batch = granted
+    tokens = {column.value: bodies for column, bodies in batch.token_columns.items()}
+    return [encode_lease(lease), batch.rows, batch.content, tokens]
 
 
-def decode_granted(plain: Any) -> tuple[Lease, list[Sample]] | None:
-    """Return what `encode_granted` wrote."""
+def decode_granted(plain: Any) -> tuple[Lease, PackedBatch] | None:
+    """Return what `encode_granted` wrote; the lease has the keys of its rows."""
     if plain is None:
         return None
-    lease, rows = plain
-    samples = decode_samples(rows)
-    return decode_lease(lease, tuple(sample.turn.key for sample in samples)), samples
+    _require(plain, _GRANTED, "lease with its rows")
+    lease, rows, content, tokens = plain
+    batch = PackedBatch(
+        policy=lease[1],
+        rows=rows,
+        content=content,
+        token_columns={_TOKEN_COLUMNS[column]: bodies for column, bodies in tokens.items()},
+    )
+    return decode_lease(lease, batch.keys()), batch

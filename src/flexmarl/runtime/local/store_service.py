@@ -11,6 +11,8 @@ Start with `StoreService`; the other end is `store_client.py`, what crosses is i
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -18,7 +20,7 @@ from flexmarl.core.codec import to_plain
 from flexmarl.core.errors import BackendError, ConfigError, FencedError, InvariantError, StoreError
 from flexmarl.core.ids import HolderId, PolicyName
 from flexmarl.core.protocols import ExperienceStore, Lease
-from flexmarl.runtime.local.store_rows import decode_lease, decode_trajectories, encode_granted
+from flexmarl.runtime.local.store_rows import decode_claim, decode_lease, decode_trajectories, encode_granted
 from flexmarl.runtime.local.store_wire import (
     ACKNOWLEDGE,
     BEAT,
@@ -34,9 +36,10 @@ from flexmarl.runtime.local.store_wire import (
     listen,
     operation,
     read_body,
+    widen,
 )
 from flexmarl.runtime.local.wire import FrameCutter
-from flexmarl.store import PackedSample, PackedTrajectory
+from flexmarl.store import PackedBatch, PackedTrajectory
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +51,31 @@ _MAX_OPEN_REQUESTS = 64
 class LendableStore(ExperienceStore, Protocol):
     """A store that takes and gives rows packed, so that its owner's process does not unpack what it only passes on."""
 
-    async def put_packed(self, trajectories: Sequence[PackedTrajectory]) -> None:
-        """Do what `put_finished` does with what `pack_finished` has packed."""
+    def start_put(self, trajectories: Sequence[PackedTrajectory]) -> asyncio.Future[None]:
+        """Do what `put_finished` does with what `pack_finished` has packed; it has its turn from now on."""
+        ...
+
+    def start_claim(
+        self,
+        policy: PolicyName,
+        step: int,
+        holder: HolderId,
+        micro_batch_id: str,
+        *,
+        max_rows: int,
+        acknowledging: Lease | None = None,
+    ) -> asyncio.Future[tuple[Lease, PackedBatch] | None]:
+        """Do what `claim` does, without waiting for rows; it has its turn from now on."""
         ...
 
     async def claim_packed(
         self, policy: PolicyName, step: int, holder: HolderId, micro_batch_id: str, *, max_rows: int, timeout_s: float
-    ) -> tuple[Lease, Sequence[PackedSample]] | None:
-        """Do what `claim` does, with samples that `unpack_sample` unpacks."""
+    ) -> tuple[Lease, PackedBatch] | None:
+        """Do what `claim` does, and leave the rows packed."""
+        ...
+
+    def start_acknowledge(self, lease: Lease) -> asyncio.Future[None]:
+        """Do what `acknowledge` does; it has its turn from now on."""
         ...
 
 
@@ -210,21 +230,24 @@ class _Connection(asyncio.Protocol):
         self._is_greeted = False
         self._is_full = False
         """The client does not take its answers."""
-        self._open: dict[asyncio.Task[None], str] = {}
-        """Requests without an answer so far, and their operations."""
+        self._open: dict[asyncio.Future[Any], _Request] = {}
+        """Requests without an answer so far."""
+        self._num_slow = 0
+        """Those of them that are tasks."""
 
     # --- the socket ---------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        widen(transport.get_extra_info("socket"))
         self._service.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        for task, name in self._open.items():
-            if name == CLAIM:
-                task.cancel()  # nobody would take what it waits for
+        for work, request in list(self._open.items()):
+            if request.name == CLAIM:
+                work.cancel()  # nobody would take what it waits for
         self._service.forget(self)
 
     def abort(self) -> None:
@@ -281,13 +304,18 @@ class _Connection(asyncio.Protocol):
             if name in (HELLO, BEAT) or not self._is_greeted:
                 self._send([number, None, self._take_sign(name, arguments)])
                 return
-            work = self._begin(name, arguments)
+            self._start(self._request(number, name, arguments))
         except Exception as error:  # noqa: BLE001 (the client's mistake is told to the client)
             self._send(error_answer(number, error))
-            return
-        task = asyncio.get_running_loop().create_task(self._answer(number, name, work))
-        self._open[task] = name
-        task.add_done_callback(self._close_request)
+
+    def _start(self, request: "_Request") -> None:
+        """Have a request done, after those that came before it."""
+        # A task first runs in the loop's next round, so that nothing may begin at once while there are tasks.
+        work = asyncio.ensure_future(_awaited(request.begin) if self._num_slow else request.begin())
+        if isinstance(work, asyncio.Task):
+            self._num_slow += 1
+        self._open[work] = request
+        work.add_done_callback(self._answer)
         self._regulate()
 
     def _take_sign(self, name: str, arguments: Any) -> float | None:
@@ -309,37 +337,64 @@ class _Connection(asyncio.Protocol):
         self._is_greeted = True
         return self._service.holder_timeout_s
 
-    def _begin(self, name: str, plain: Any) -> Awaitable[Any]:
-        """Return the call of the store, its arguments read and checked."""
+    def _request(self, number: object, name: str, plain: Any) -> "_Request":
+        """Return a request, its arguments read and checked."""
         store = self._service.store
         if name == PUT_FINISHED:
-            return store.put_packed(decode_trajectories(plain))
+            return _Request(number, name, partial(store.start_put, decode_trajectories(plain)))
         if name == ACKNOWLEDGE:
             lease = decode_lease(plain)
             self._require_own(name, lease.holder)
-            return store.acknowledge(lease)
+            return _Request(number, name, partial(store.start_acknowledge, lease))
+        if name == CLAIM:
+            policy, step, holder, micro_batch_id, max_rows, timeout_s, acknowledging = decode_claim(plain)
+            self._require_own(name, holder)
+            if acknowledging is not None:
+                self._require_own(ACKNOWLEDGE, acknowledging.holder)
+            claimed = (policy, step, holder, micro_batch_id)
+            begin = partial(store.start_claim, *claimed, max_rows=max_rows, acknowledging=acknowledging)
+            wait = partial(store.claim_packed, *claimed, max_rows=max_rows, timeout_s=timeout_s)
+            return _Request(number, name, begin, wait if timeout_s > 0 else None)
         called = operation(name)
-        arguments = called.decode_arguments(plain)
+        given = called.decode_arguments(plain)
         if name in HOLDER_OPERATIONS:
-            self._require_own(name, arguments["holder"])
-        keywords = {each: arguments.pop(each) for each in called.keyword_only}
-        call: Callable[..., Awaitable[Any]] = store.claim_packed if name == CLAIM else getattr(store, name)
-        return call(*arguments.values(), **keywords)
+            self._require_own(name, given["holder"])
+        keywords = {each: given.pop(each) for each in called.keyword_only}
+        return _Request(number, name, partial(getattr(store, name), *given.values(), **keywords))
 
     def _require_own(self, name: str, holder: HolderId) -> None:
         if holder != self.holder:
             raise InvariantError(f"{name} for {holder!r} on the connection of {self.holder!r}")
 
-    async def _answer(self, number: object, name: str, work: Awaitable[Any]) -> None:
-        try:
-            result = await work
-            answer = [number, None, encode_granted(result) if name == CLAIM else to_plain(result)]
-        except Exception as error:  # noqa: BLE001 (told to the client)
+    def _answer(self, work: asyncio.Future[Any]) -> None:
+        request = self._open.pop(work)
+        if isinstance(work, asyncio.Task):
+            self._num_slow -= 1
+        if work.cancelled():
+            return
+        if (error := work.exception()) is not None:
+            assert isinstance(error, Exception)  # the loop itself ends with anything else
             if not isinstance(error, FencedError | ConfigError):
-                logger.info("%s of a client failed: %s", name, error)
-            answer = error_answer(number, error)
-        self._send(answer)
-
-    def _close_request(self, task: asyncio.Task[None]) -> None:
-        del self._open[task]
+                logger.info("%s of a client failed: %s", request.name, error)
+            self._send(error_answer(request.number, error))
+        elif (result := work.result()) is None and request.wait is not None and self._transport is not None:
+            self._start(_Request(request.number, request.name, request.wait))
+        else:
+            value = encode_granted(result) if request.name == CLAIM else to_plain(result)
+            self._send([request.number, None, value])
         self._regulate()
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a client wants done."""
+
+    number: object
+    name: str
+    begin: Callable[[], Awaitable[Any]]
+    wait: Callable[[], Awaitable[Any]] | None = None
+    """Done instead, when the result is None."""
+
+
+async def _awaited(begin: Callable[[], Awaitable[Any]]) -> Any:
+    return await begin()

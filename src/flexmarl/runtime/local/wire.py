@@ -91,7 +91,8 @@ class FrameCutter:
             raise BackendError(f"a frame claims {num_bytes} bytes, over the limit of {self._max_bytes}")
         if len(self._buffer) < body_start + num_bytes:
             return None
-        return bytes(self._buffer[body_start : body_start + num_bytes])
+        with memoryview(self._buffer) as view:  # a slice of the buffer itself would be a copy of its own
+            return bytes(view[body_start : body_start + num_bytes])
 
 
 class FrameDecoder:
