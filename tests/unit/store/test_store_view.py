@@ -77,7 +77,11 @@ def store(tmp_path: Path) -> SqliteStore:
 def test_a_live_store_is_seen_as_it_is_at_the_moment(store: SqliteStore, tmp_path: Path) -> None:
     with StoreView.open(tmp_path) as view:
         summary = view.summary()
-        assert (summary.format_version, summary.fenced, summary.pruned_version) == (2, (HolderId("red#9"),), 0)
+        assert (summary.format_version, summary.fenced, summary.pruned_version) == (
+            FORMAT_VERSION,
+            (HolderId("red#9"),),
+            0,
+        )
         assert summary.columns == COLUMNS
         assert {"index.db", "payload-1.bin"} <= summary.file_bytes.keys()
         assert summary.file_bytes["payload-1.bin"] == (tmp_path / "payload-1.bin").stat().st_size
