@@ -42,7 +42,9 @@ def test_f2_05_rollout_and_training_logprobs_agree_at_learning_rate_zero(tmp_pat
     assert len(rows) == NUM_STEPS
     for row in rows:
         for owner in (f"{kind}/{name}" for kind in ("policy", "agent") for name in AGENTS):
-            found = {name.removeprefix(f"{owner}/"): value for name, value in row.items() if isinstance(value, float)}
+            found = {
+                name.removeprefix(f"{owner}/"): value for name, value in row.items() if isinstance(value, int | float)
+            }
             assert found["trained_tokens"] > 0
             assert found["logprob_gap_mean"] <= 1e-5
             assert found["logprob_gap_max"] <= 1e-4
