@@ -14,6 +14,7 @@ from flexmarl.core.ids import WorkerId
 from flexmarl.core.protocols import WorkerSpec
 from flexmarl.runtime.local.fork_client import ForkServerClient
 from flexmarl.runtime.local.frame_socket import FrameSocket
+from flexmarl.runtime.local.silence import CHECKS_PER_TIMEOUT, SilenceWatch
 from flexmarl.runtime.local.wire import FrameKind, encode_frame, encode_record
 from flexmarl.runtime.supervised import KILLED, SupervisedWorker
 
@@ -21,15 +22,10 @@ logger = logging.getLogger(__name__)
 
 KILL_GRACE_S = 5.0
 """A killed process is gone within this time, or its fork server is taken as hung and killed too."""
-_CHECKS_PER_TIMEOUT = 5
 
 
 class ProcessWorker(SupervisedWorker):
-    """Frames over a socket, exits from the fork server, silence counted in checks.
-
-    Silence is counted in checks of the event loop that found no new byte, not in elapsed time: after the orchestrator
-    itself was stopped or blocked, the workers' heartbeats are still in their sockets and nobody is to be killed.
-    """
+    """Frames over a socket, exits from the fork server; any byte that arrives is a sign of life."""
 
     def __init__(
         self,
@@ -49,7 +45,7 @@ class ProcessWorker(SupervisedWorker):
             {
                 "spec": to_plain(spec),
                 "object_folder": str(object_folder),
-                "heartbeat_s": min(1.0, config.heartbeat_timeout_s / _CHECKS_PER_TIMEOUT),
+                "heartbeat_s": min(1.0, config.heartbeat_timeout_s / CHECKS_PER_TIMEOUT),
                 "stop_timeout_s": config.stop_timeout_s,
             },
         )
@@ -57,9 +53,8 @@ class ProcessWorker(SupervisedWorker):
         self._pid: int | None = None
         self._exit_reason: str | None = None
         self._is_drained = False
-        self._check_timer: asyncio.TimerHandle | None = None
         self._deadlines: list[asyncio.TimerHandle] = []
-        self._num_silent_checks = 0
+        self._watch: SilenceWatch | None = None
         self._num_bytes_seen = 0
         self._server = server
         ours, theirs = socket.socketpair()
@@ -77,7 +72,12 @@ class ProcessWorker(SupervisedWorker):
         if self.is_over:
             return
         self._pid = pid
-        self._schedule_check()
+        self._watch = SilenceWatch(
+            self.loop,
+            timeout_s=self.config.heartbeat_timeout_s,
+            has_spoken=self._has_spoken,
+            on_silent=self.end_because,
+        )
 
     def take_exited(self, reason: str) -> None:
         """The process is gone; what it said before may still be in the socket."""
@@ -111,21 +111,10 @@ class ProcessWorker(SupervisedWorker):
             # Not at once: the fork server's report may have been read inside a call of the handle's owner.
             self.loop.call_soon(self.finish, self._exit_reason)
 
-    def _schedule_check(self) -> None:
-        interval_s = self.config.heartbeat_timeout_s / _CHECKS_PER_TIMEOUT
-        self._check_timer = self.loop.call_later(interval_s, self._check_heartbeat)
-
-    def _check_heartbeat(self) -> None:
-        if self._frames.num_received_bytes > self._num_bytes_seen:
-            self._num_bytes_seen = self._frames.num_received_bytes
-            self._num_silent_checks = 0
-        else:
-            self._num_silent_checks += 1
-        # The first silent check covers a span that began with a sign of life, hence one more than the timeout holds.
-        if self._num_silent_checks > _CHECKS_PER_TIMEOUT:
-            self.end_because(f"no heartbeat for {self.config.heartbeat_timeout_s:g} s")
-        else:
-            self._schedule_check()
+    def _has_spoken(self) -> bool:
+        has_spoken = self._frames.num_received_bytes > self._num_bytes_seen
+        self._num_bytes_seen = self._frames.num_received_bytes
+        return has_spoken
 
     def _after_grace(self, function: Callable[..., None], *args: Any) -> None:
         self._deadlines.append(self.loop.call_later(KILL_GRACE_S, function, *args))
@@ -148,7 +137,8 @@ class ProcessWorker(SupervisedWorker):
             self._after_grace(self._server.end_hung)
 
     def _release(self) -> None:
-        for timer in (self._check_timer, *self._deadlines):
-            if timer is not None:
-                timer.cancel()
+        if self._watch is not None:
+            self._watch.stop()
+        for timer in self._deadlines:
+            timer.cancel()
         self._frames.close()

@@ -20,6 +20,7 @@ from flexmarl.core.codec import to_plain
 from flexmarl.core.errors import BackendError, ConfigError, FencedError, InvariantError, StoreError
 from flexmarl.core.ids import HolderId, PolicyName
 from flexmarl.core.protocols import ExperienceStore, Lease
+from flexmarl.runtime.local.silence import SilenceWatch
 from flexmarl.runtime.local.store_rows import decode_claim, decode_lease, decode_trajectories, encode_granted
 from flexmarl.runtime.local.store_wire import (
     ACKNOWLEDGE,
@@ -43,7 +44,6 @@ from flexmarl.store import PackedBatch, PackedTrajectory
 
 logger = logging.getLogger(__name__)
 
-_CHECKS_PER_TIMEOUT = 4
 _MAX_OPEN_REQUESTS = 64
 """Of one connection; it is not read further while so many wait for their answer."""
 
@@ -162,7 +162,7 @@ class StoreService:
         holder = self._holders.get(name)
         if holder is None:
             raise FencedError(f"holder {name!r} is over: its connection ended, or its heartbeats came too late")
-        holder.is_heard = True
+        holder.beat()
 
     def _fence(self, holder: "_Holder", reason: str) -> None:
         holder.stop()
@@ -181,42 +181,32 @@ class StoreService:
 
 
 class _Holder:
-    """One that may hold leases, and its deadline.
-
-    Silence is counted in checks of this process, so that one that was itself stopped for long fences nobody.
-    """
+    """One that may hold leases, and the watch over its heartbeats."""
 
     def __init__(
-        self,
-        name: HolderId,
-        connection: "_Connection",
-        timeout_s: float,
-        fence: Callable[["_Holder", str], None],
+        self, name: HolderId, connection: "_Connection", timeout_s: float, fence: Callable[["_Holder", str], None]
     ) -> None:
         self.name = name
         self.connection = connection
-        self.is_heard = True
-        self._timeout_s = timeout_s
-        self._fence = fence
-        self._num_silent_checks = 0
-        self._schedule()
+        self._is_heard = True
+        self._watch = SilenceWatch(
+            asyncio.get_running_loop(),
+            timeout_s=timeout_s,
+            has_spoken=self._was_heard,
+            on_silent=lambda reason: fence(self, reason),
+        )
+
+    def beat(self) -> None:
+        """It has given a sign of life."""
+        self._is_heard = True
 
     def stop(self) -> None:
         """Watch no longer."""
-        self._timer.cancel()
+        self._watch.stop()
 
-    def _schedule(self) -> None:
-        interval_s = self._timeout_s / _CHECKS_PER_TIMEOUT
-        self._timer = asyncio.get_running_loop().call_later(interval_s, self._check)
-
-    def _check(self) -> None:
-        self._num_silent_checks = 0 if self.is_heard else self._num_silent_checks + 1
-        self.is_heard = False
-        # The first silent check covers a span that began with a sign of life, hence one more than the timeout holds.
-        if self._num_silent_checks > _CHECKS_PER_TIMEOUT:
-            self._fence(self, f"no heartbeat for {self._timeout_s:g} s")
-        else:
-            self._schedule()
+    def _was_heard(self) -> bool:
+        was_heard, self._is_heard = self._is_heard, False
+        return was_heard
 
 
 class _Connection(asyncio.Protocol):
